@@ -1,0 +1,81 @@
+"""Every option, written once. Constructors, the CLI and vLLM's extra config all go through `SpecCacheConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from speccache_rag.errors import ConfigurationError
+
+Scoring = Literal["online", "cached"]
+
+
+class SpecCacheConfig(BaseModel):
+    """Options of `SpecCache`. Unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1, description="Target model: a local folder or a hub id.")
+    speculative_model: str | None = Field(
+        default=None, description="Small model that scores tokens: a local folder or a hub id."
+    )
+    engine: str = Field(default="vllm", description="Inference engine.")
+    policy: str = Field(default="speccache", description="Selection policy: which chunk tokens to recompute.")
+    policy_options: dict[str, Any] = Field(default_factory=dict, description="Fields of the policy's dataclass.")
+    scoring: Scoring = Field(
+        default="cached",
+        description="'cached' scores each chunk alone at warm time; 'online' scores every prompt (the paper).",
+    )
+    recompute_ratio: float = Field(default=0.15, ge=0.0, le=1.0, description="Fraction of chunk tokens recomputed.")
+    store: str | None = Field(
+        default=None, description="Folder that keeps chunk KV between runs; None keeps it in RAM."
+    )
+    ram_bytes: int = Field(default=2 << 30, gt=0, description="Limit of the RAM tier, in bytes.")
+    tenant: str | None = Field(default=None, description="Chunks of one tenant are invisible to every other.")
+    anchor: str | None = Field(
+        default=None,
+        description="Text in front of a chunk while it is captured; None takes the chat template's own header.",
+    )
+    engine_options: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the engine (vLLM: AsyncEngineArgs by name)."
+    )
+
+    @field_validator("model", "speculative_model", "store", mode="before")
+    @classmethod
+    def _paths_are_strings(cls, value: Any) -> Any:
+        return str(value.expanduser()) if isinstance(value, Path) else value
+
+    @field_validator("model")
+    @classmethod
+    def _model_is_named(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("the model name is empty")
+        return value
+
+    @classmethod
+    def build(cls, **options: Any) -> SpecCacheConfig:
+        """`SpecCacheConfig(**options)`, with errors of this package.
+
+        Raises:
+            ConfigurationError: an option is unknown or out of range; the message names each value and its limit.
+        """
+        try:
+            return cls(**options)
+        except ValidationError as error:
+            raise ConfigurationError(_describe(error, cls)) from error
+
+
+def _describe(error: ValidationError, model: type[BaseModel]) -> str:
+    """One clause per bad option: its name, its value, what is wrong with it."""
+    clauses = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            clauses.append(f"unknown option {name!r} (known: {', '.join(model.model_fields)})")
+        elif item["type"] == "missing":
+            clauses.append(f"option {name!r} is missing")
+        else:
+            clauses.append(f"option {name!r} is {item['input']!r}: {item['msg']}")
+    return "Bad configuration: " + "; ".join(clauses) + "."

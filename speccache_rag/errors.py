@@ -1,0 +1,131 @@
+"""Every error a caller can meet.
+
+    SpecCacheError
+    ├── ConfigurationError          an option is wrong: unknown name, value out of range
+    │   ├── UnsupportedModel        the model has a layer or RoPE kind whose KV cannot be moved
+    │   └── UnsupportedVersion      an installed package is outside the supported window
+    ├── PromptError                 this prompt or chunk cannot be served
+    │   ├── EmptyChunk              a chunk without text
+    │   ├── ChunkTooLong            a chunk that does not fit in the model's context
+    │   └── ContextOverflow         a prompt that does not fit in the model's context
+    ├── StoreError                  the chunk store
+    │   ├── StoreUnavailable        it cannot be opened, read or written
+    │   └── ChunkCorrupted          stored bytes do not verify
+    └── EngineError                 the inference engine
+        ├── EngineStartError        it did not start
+        ├── SelfCheckFailed         it started, and reuse was found to be wrong on it
+        └── EngineClosed            it was closed
+
+The message names the value and the limit; `hint` names the remedy and is part of `str(error)`.
+A miss in the store is no error: it is a value (see `speccache_rag.store.base`).
+"""
+
+from __future__ import annotations
+
+
+class SpecCacheError(Exception):
+    """Root of the tree. `hint` says what to do about it."""
+
+    hint: str = ""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        self.message = message
+        if hint is not None:
+            self.hint = hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, tuple[type[SpecCacheError], str, str]]:
+        # Keyword-only arguments need help to survive pickling.
+        return _rebuild, (type(self), self.message, self.hint)
+
+    def to_dict(self) -> dict[str, str]:
+        """As plain values, to cross a process boundary."""
+        return {"type": type(self).__name__, "message": self.message, "hint": self.hint}
+
+    @staticmethod
+    def from_dict(values: dict[str, str]) -> SpecCacheError:
+        """The error that `to_dict` described."""
+        cls = globals()[values["type"]]
+        assert issubclass(cls, SpecCacheError)
+        return _rebuild(cls, values["message"], values["hint"])
+
+
+def _rebuild(cls: type[SpecCacheError], message: str, hint: str) -> SpecCacheError:
+    return cls(message, hint=hint)
+
+
+class ConfigurationError(SpecCacheError):
+    """An option is unknown or out of range."""
+
+    hint = "See SpecCacheConfig for the known options and their limits."
+
+
+class UnsupportedModel(ConfigurationError):
+    """The model has layers or a RoPE kind for which reuse is not proved."""
+
+    hint = "Use a decoder-only model with full attention and a RoPE that does not depend on the prompt length."
+
+
+class UnsupportedVersion(ConfigurationError):
+    """An installed package is outside the supported window."""
+
+
+class PromptError(SpecCacheError):
+    """This prompt or chunk cannot be served; the next one can."""
+
+
+class EmptyChunk(PromptError):
+    """A chunk without text."""
+
+    hint = "Drop empty texts before warming; retrieval never returns anything useful from them."
+
+
+class ChunkTooLong(PromptError):
+    """A chunk longer than the model's context."""
+
+    hint = "Split the text into smaller chunks."
+
+
+class ContextOverflow(PromptError):
+    """A prompt longer than the model's context."""
+
+    hint = "Retrieve fewer chunks, shorten the prompt, or raise max_model_len in engine_options."
+
+
+class StoreError(SpecCacheError):
+    """The chunk store."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be opened, read or written."""
+
+    hint = "Check the path, its permissions and free space, or pass store=None to keep chunk KV in RAM."
+
+
+class ChunkCorrupted(StoreError):
+    """Stored bytes do not verify; the file is quarantined and the chunk counts as a miss."""
+
+    hint = "Nothing to do: the chunk is recomputed and captured again."
+
+
+class EngineError(SpecCacheError):
+    """The inference engine."""
+
+
+class EngineStartError(EngineError):
+    """The engine did not start."""
+
+
+class SelfCheckFailed(EngineError):
+    """The engine started, but reused KV was not equal to prefilled KV on it."""
+
+    hint = "Reuse would give wrong answers here, so it is refused. Please report the model and the versions."
+
+
+class EngineClosed(EngineError):
+    """The engine was closed."""
+
+    hint = "Create a new SpecCache."

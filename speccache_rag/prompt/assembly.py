@@ -1,0 +1,178 @@
+"""Turn a prompt string with matched chunks into token ids, piece by piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from speccache_rag.errors import ConfigurationError, EmptyChunk, PromptError
+from speccache_rag.types import AssembledPrompt, ChunkMatch, Offsets, Placement
+
+_SENTINEL = "speccache-content"
+
+
+class PromptTokenizer:
+    """The target tokenizer, as prompts need it: one voice for templates, one for retrieved text.
+
+    Template text may hold control tokens; retrieved text never does, whatever it spells. The two voices are two
+    private copies of the tokenizer's backend, because the switch between them is state, and changing state while
+    another thread encodes raises "Already borrowed". Safe to use from many threads.
+
+    Raises:
+        ConfigurationError: the tokenizer is not a fast one (no character offsets), or cannot spell its own control
+            tokens as text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.is_fast:
+            raise ConfigurationError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so it gives no character offsets.",
+                hint="Use a model whose folder holds a tokenizer.json.",
+            )
+        self._tokenizer = tokenizer
+        self._template_voice, self._text_voice, self._bos = _two_voices(tokenizer)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer this was made from."""
+        return self._tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render` works."""
+        return self._tokenizer.chat_template is not None
+
+    def chunk_tokens(self, text: str) -> tuple[tuple[int, ...], Offsets]:
+        """Token ids [T] and offsets [T, 2] of a chunk's stripped text, in which nothing is a control token.
+
+        Raises:
+            EmptyChunk: the text is empty or white space.
+            PromptError: the text is not valid Unicode.
+        """
+        if not text.strip():
+            raise EmptyChunk(f"The chunk text {text!r} is empty.")
+        return _encode(self._text_voice, text)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of template text; control tokens in it are control tokens."""
+        return _encode(self._template_voice, text)[0]
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt string of a chat, up to where the answer begins.
+
+        Raises:
+            PromptError: the tokenizer has no chat template, or its template refuses these messages.
+        """
+        if not self.has_chat_template:
+            raise PromptError(
+                f"The tokenizer of {self._tokenizer.name_or_path!r} has no chat template.",
+                hint="Pass a plain string as the prompt, or use an instruction-tuned model.",
+            )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise PromptError(
+                f"The chat template refuses these messages: {error}.", hint="Check their roles and their order."
+            ) from error
+        return str(rendered)
+
+    def header(self) -> str:
+        """The text the chat template puts in front of a single user message; "" without a template."""
+        if not self.has_chat_template:
+            return ""
+        before, found, _ = self.render([{"role": "user", "content": _SENTINEL}]).partition(_SENTINEL)
+        return before if found else ""
+
+    def assemble(self, text: str, matches: Sequence[ChunkMatch], *, add_bos: bool = False) -> AssembledPrompt:
+        """Join the stored tokens of matched chunks and the tokens of the text between them.
+
+        Args:
+            text: the rendered prompt.
+            matches: in prompt order, without overlaps, as `ChunkIndex.find` gives them.
+            add_bos: begin with BOS if the tokenizer itself would and the text does not spell it already; for prompts
+                that no chat template has rendered.
+
+        Raises:
+            PromptError: the text is not valid Unicode.
+            ValueError: a match overlaps the one before, or its text is not there.
+        """
+        spelled = bool(self._tokenizer.bos_token) and text.startswith(str(self._tokenizer.bos_token))
+        ids: list[int] = [self._bos] if add_bos and self._bos is not None and not spelled else []
+        offsets = [np.zeros((len(ids), 2), dtype=np.int32)]
+        placements = []
+        cursor = 0
+
+        def append_fresh(end: int) -> None:
+            if end > cursor:
+                piece_ids, piece_offsets = _encode(self._template_voice, text[cursor:end])
+                ids.extend(piece_ids)
+                offsets.append(piece_offsets + np.int32(cursor))
+
+        for match in matches:
+            _verify(match, text, cursor)
+            append_fresh(match.char_start)
+            placements.append(Placement(match.chunk, len(ids), match.n_tokens))
+            ids.extend(match.chunk.token_ids[: match.n_tokens])
+            offsets.append(match.chunk.offsets[: match.n_tokens] + np.int32(match.char_start))
+            cursor = match.char_end
+        append_fresh(len(text))
+        return AssembledPrompt(text, tuple(ids), np.concatenate(offsets), tuple(placements))
+
+
+def _verify(match: ChunkMatch, text: str, cursor: int) -> None:
+    if match.char_start < cursor:
+        raise ValueError(f"the match at character {match.char_start} begins before {cursor}, where the last one ends")
+    if text[match.char_start : match.char_end] != match.chunk.text[: match.char_end - match.char_start]:
+        raise ValueError(f"the prompt does not hold the matched chunk at character {match.char_start}")
+
+
+def _encode(backend: Tokenizer, text: str) -> tuple[tuple[int, ...], Offsets]:
+    try:
+        text.encode()  # the backend's own complaint about a lone surrogate says nothing
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"The text is not valid Unicode: {error}.", hint="Decode the source with errors='replace'."
+        ) from error
+    encoding = backend.encode(text, add_special_tokens=False)
+    return tuple(encoding.ids), np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)
+
+
+def _two_voices(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, Tokenizer, int | None]:
+    """Private backends for template text and for retrieved text, and the BOS id where plain text gets one."""
+    source = tokenizer.backend_tokenizer.to_str()
+    state = json.loads(source)
+    for token in state["added_tokens"]:
+        # Some control tokens, such as <tool_call>, are added without being marked special.
+        token["special"] |= _looks_like_control(token["content"])
+    template, text = Tokenizer.from_str(source), Tokenizer.from_str(json.dumps(state))
+    template.encode_special_tokens, text.encode_special_tokens = False, True
+    for voice in (template, text):
+        voice.no_truncation()
+        voice.no_padding()
+    first, bos = template.encode("a").ids[:1], tokenizer.bos_token_id
+    for voice in (template, text):
+        # It adds BOS, which `assemble` does itself, and trims white space off the offsets, which alignment needs.
+        voice.post_processor = None
+    _verify_spelling(text, {t["content"]: t["id"] for t in state["added_tokens"] if t["special"]}, tokenizer)
+    return template, text, bos if isinstance(bos, int) and first == [bos] else None
+
+
+def _looks_like_control(content: str) -> bool:
+    return len(content) > 2 and content[0] + content[-1] in ("<>", "[]")
+
+
+def _verify_spelling(text: Tokenizer, control: Mapping[str, int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer whose vocabulary turns the spelling of a control token into that token."""
+    for content, token_id in control.items():
+        if token_id != tokenizer.unk_token_id and token_id in text.encode(content, add_special_tokens=False).ids:
+            raise ConfigurationError(
+                f"The tokenizer of {tokenizer.name_or_path!r} cannot spell {content!r} as plain text.",
+                hint="Retrieved text could then hold control tokens. Use a model with a byte-level BPE tokenizer.",
+            )

@@ -1,0 +1,1 @@
+"""Scoring: how much each token of a text matters, by a small model."""

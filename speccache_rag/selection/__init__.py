@@ -1,0 +1,19 @@
+"""Selection policies: which chunk tokens to recompute. One dataclass and one file each, found by name."""
+
+from __future__ import annotations
+
+from speccache_rag.registry import Registry
+
+POLICIES = Registry(
+    "policy",
+    {
+        "speccache": "speccache_rag.selection.speccache:SpecCachePolicy",
+        "full_reuse": "speccache_rag.selection.baselines:FullReuse",
+        "full_recompute": "speccache_rag.selection.baselines:FullRecompute",
+        "random": "speccache_rag.selection.baselines:RandomSelection",
+    },
+    entry_point_group="speccache_rag.policies",
+)
+"""Third parties add a policy through the entry-point group `speccache_rag.policies`."""
+
+__all__ = ["POLICIES"]

@@ -1,0 +1,77 @@
+"""The contract of a selection policy, and the one budget rule they share."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from speccache_rag.errors import ConfigurationError
+from speccache_rag.types import AssembledPrompt, Selection
+
+
+class Probe(Protocol):
+    """What a policy may ask about a prompt. A policy pays only for what it asks."""
+
+    def importance(self) -> np.ndarray:
+        """float32 [T] over prompt tokens: the speculative model's importance score I_i (paper section 2.2).
+
+        Tokens outside chunks may be NaN.
+
+        Raises:
+            ConfigurationError: no speculative model is configured.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SelectionPolicy(ABC):
+    """One way to choose the chunk tokens to recompute. Fields of a subclass are its options."""
+
+    reuses: ClassVar[bool] = True
+    """False where no stored KV is used at all, so that the engine prefills plainly."""
+    uses_importance: ClassVar[bool] = False
+    """True where `choose` asks for `probe.importance()`: such a policy needs a speculative model."""
+
+    @abstractmethod
+    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
+        """Positions to recompute, int64, in any order; at most `budget` (K) unless the policy documents its slack."""
+
+    def select(self, prompt: AssembledPrompt, recompute_ratio: float, probe: Probe) -> Selection:
+        """`choose` under K = ceil(recompute_ratio * N), N the chunk tokens; sorted and unique.
+
+        Raises:
+            ConfigurationError: the ratio is outside [0, 1].
+        """
+        if not 0.0 <= recompute_ratio <= 1.0:
+            raise ConfigurationError(
+                f"recompute_ratio is {recompute_ratio}; it must be in [0, 1].",
+                hint="0 reuses every chunk token, 1 recomputes all of them.",
+            )
+        n = prompt.n_chunk_tokens
+        chosen = self.choose(prompt, budget(recompute_ratio, n), probe) if n else np.empty(0, dtype=np.int64)
+        return Selection(np.unique(chosen).astype(np.int64), recompute_ratio, n)
+
+
+def budget(recompute_ratio: float, n_chunk_tokens: int) -> int:
+    """K = ceil(rho * N). Guarded against float dust: 0.15 * 100 is 15, not 15.000000000000002."""
+    return min(n_chunk_tokens, math.ceil(recompute_ratio * n_chunk_tokens - 1e-9))
+
+
+def check_number(name: str, value: object, *, low: float, high: float = math.inf, whole: bool = False) -> None:
+    """Refuse a policy option that is no number in [low, high], or no whole number where `whole` is set.
+
+    Raises:
+        ConfigurationError: names the option, its value and its limits.
+    """
+    kinds = int if whole else (int, float)
+    # bool is an int to Python, but never a sensible number here.
+    if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+        limit = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
+        raise ConfigurationError(
+            f"{name} is {value!r}; it must be a {'whole ' if whole else ''}number {limit}.",
+            hint="Leave the option out to take its default.",
+        )

@@ -1,0 +1,104 @@
+"""The KV connector vLLM loads by `kv_connector_module_path`: a shell that delegates to its half."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from speccache_rag.engines.vllm.metadata import SpecCacheMetadata
+from speccache_rag.engines.vllm.scheduler import SchedulerHalf
+from speccache_rag.engines.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class SpecCacheConnector(KVConnectorBase_V1):
+    """Role shell. Scheduler duties above, worker duties below."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf()
+        else:
+            self._worker = WorkerHalf(vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a lost capture is a later miss, never a failed request."""
+        return False
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        """The half of the scheduler role."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerHalf:
+        """The half of the worker role."""
+        assert self._worker is not None
+        return self._worker
+
+    # Scheduler role.
+
+    def on_new_request(self, request: Request) -> None:  # noqa: D102
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:  # noqa: D102
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(  # noqa: D102
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.scheduler.update_state_after_alloc(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:  # noqa: D102
+        return self.scheduler.build_connector_meta(scheduler_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: D102
+        self.scheduler.request_finished(request)
+        return False, None
+
+    # Worker role. vLLM calls, in this order, around a forward: bind, start_load_kv (before the forward where a
+    # request was promised tokens, after it otherwise), wait_for_save, clear.
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:  # noqa: D102
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, SpecCacheMetadata)
+        self.worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: D102
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, SpecCacheMetadata)
+        for job in metadata.reuse:
+            self.worker.reuse(job)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: the whole region is filled before the forward."""
+
+    def save_kv_layer(  # noqa: D102
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing to save: captures are recorded as keys and values are written (recorder.py)."""
+
+    def wait_for_save(self) -> None:  # noqa: D102
+        self.worker.end_step()
+
+    def shutdown(self) -> None:  # noqa: D102
+        if self._worker is not None:
+            self._worker.close()

@@ -1,0 +1,216 @@
+"""The vLLM engine: starts stock vLLM with our connector, proves that reuse is right on it, serves requests."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import random
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from speccache_rag.engines.base import (
+    CaptureRequest,
+    CaptureResult,
+    EngineDelta,
+    EngineRequest,
+    ModelFacts,
+    ReuseOutcome,
+)
+from speccache_rag.engines.vllm.options import engine_args, sampling_params
+from speccache_rag.engines.vllm.plan import CapturePlan, ReusePlan
+from speccache_rag.engines.vllm.selfcheck import PROBE_TOKENS
+from speccache_rag.engines.vllm.support import check_config
+from speccache_rag.engines.vllm.versions import check_version
+from speccache_rag.errors import EngineClosed, EngineError, EngineStartError, SpecCacheError
+from speccache_rag.factory import build_store
+from speccache_rag.fingerprint import model_fingerprint
+from speccache_rag.types import ChunkKey
+
+
+class VllmEngine:
+    """`Engine` over vLLM's `AsyncLLM`. Its coroutines belong to the event loop that awaited `start`."""
+
+    def __init__(self, model: Path, options: dict[str, Any], store: dict[str, Any]) -> None:
+        """Check everything that can be checked without loading the model.
+
+        Args:
+            model: a local model folder.
+            options: vLLM `AsyncEngineArgs` by name.
+            store: options of `factory.build_store`; the worker process opens it too.
+
+        Raises:
+            UnsupportedVersion, UnsupportedModel, ConfigurationError: see their messages.
+        """
+        check_version()
+        self._args = engine_args(model, options, store)
+        try:
+            self._config: VllmConfig = self._args.create_engine_config()
+        except (ValueError, RuntimeError, OSError) as error:
+            raise EngineStartError(f"vLLM refuses the configuration of {model}: {error}", hint="") from error
+        check_config(self._config)
+        self.facts = _facts(model, self._config)
+        # Two processes may share a folder; what is in the worker's RAM only the worker knows.
+        self._disk = build_store(store) if store["path"] is not None else None
+        self._numbers = itertools.count()
+        self._llm: AsyncLLM | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Load the model and run the self-check.
+
+        Raises:
+            EngineStartError, UnsupportedModel, SelfCheckFailed: see their messages.
+        """
+        _refuse_reimport()
+        try:
+            self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
+        except (RuntimeError, ValueError, OSError) as error:
+            hint = "vLLM printed the cause above; on CPU, VLLM_CPU_KVCACHE_SPACE (GiB) is a usual one."
+            raise EngineStartError(f"vLLM did not start: {error}", hint=hint) from error
+        try:
+            _raise(await self._rpc("speccache_attach"))
+            ids = self._probe_ids()
+            await self._run_capture(CapturePlan("probe", 0, len(ids), self._tag(), probe=True), ids)
+            _raise(await self._rpc("speccache_self_check", ids))
+            await self.reset_prefix_cache()
+        except BaseException:
+            self.close()
+            raise
+
+    async def capture(self, request: CaptureRequest) -> CaptureResult:
+        """Compute and store one chunk's KV.
+
+        Raises:
+            StoreUnavailable: it could not be written.
+            EngineError: the capture did not complete.
+        """
+        chunk, anchor = request.chunk, request.anchor_ids
+        plan = CapturePlan(str(chunk.key), len(anchor), chunk.n_tokens, self._tag())
+        await self._run_capture(plan, [*anchor, *chunk.token_ids])
+        stored = await self._rpc("speccache_take_capture", plan.tag)
+        if stored is None:
+            raise EngineError(f"The KV of chunk {chunk.key[:12]} ({chunk.n_tokens} tokens) was not captured whole.")
+        _raise(stored if isinstance(stored, dict) else None)
+        return CaptureResult(chunk.key, chunk.n_tokens, stored)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        """Serve a prompt; closing the iterator aborts the request.
+
+        Raises:
+            ConfigurationError: bad sampling options.
+            EngineError: vLLM failed.
+        """
+        tag = self._tag()
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
+        plan = None
+        if request.selection is not None and request.prompt.placements:
+            plan = ReusePlan.of(request.prompt, request.selection, tag)
+            prompt["cache_salt"] = plan.salt()
+        params = sampling_params(request.sampling, plan.to_params() if plan else None)
+        stream = self._alive().generate(prompt, params, tag)
+        try:
+            async for output in stream:
+                yield await self._delta(output, tag, reused=plan is not None)
+        except EngineDeadError as error:
+            raise EngineError(
+                "vLLM's engine process died.", hint="Its log says why. Create a new SpecCache."
+            ) from error
+        finally:
+            await stream.aclose()
+
+    async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+        """bool [len(keys)]: whose KV is in the store."""
+        if self._disk is not None:
+            return np.array([self._disk.contains(key) for key in keys], dtype=bool)
+        return np.array(await self._rpc("speccache_present", list(keys)), dtype=bool)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget vLLM's own prefix cache."""
+        if not await self._alive().reset_prefix_cache():
+            raise EngineError("vLLM's prefix cache is in use.", hint="Wait until no request runs.")
+
+    def close(self) -> None:
+        """Stop vLLM and its processes. Idempotent."""
+        self._closed = True
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            llm.shutdown()
+        if self._disk is not None:
+            self._disk.close()
+
+    # Inside.
+
+    def _alive(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineClosed("The engine was closed." if self._closed else "The engine was not started.")
+        return self._llm
+
+    def _tag(self) -> str:
+        return f"speccache-{next(self._numbers)}"
+
+    async def _rpc(self, method: str, *args: Any) -> Any:
+        return (await self._alive().collective_rpc(method, args=args))[0]
+
+    async def _run_capture(self, plan: CapturePlan, token_ids: list[int]) -> None:
+        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
+        # A row that vLLM's prefix cache serves is never written again, and so could not be recorded.
+        params.skip_reading_prefix_cache = True
+        async for _ in self._alive().generate(TokensPrompt(prompt_token_ids=token_ids), params, plan.tag):
+            pass
+
+    async def _delta(self, output: RequestOutput, tag: str, *, reused: bool) -> EngineDelta:
+        answer = output.outputs[0]
+        outcome = None
+        if output.finished:
+            values = await self._rpc("speccache_take_outcome", tag) if reused else None
+            # Without a job, all that was not computed came from vLLM's own prefix cache.
+            outcome = _outcome(values) if values else ReuseOutcome(cached_tokens=output.num_cached_tokens or 0)
+        logprobs = None
+        if answer.logprobs is not None:
+            logprobs = [{i: entry.logprob for i, entry in token.items()} for token in answer.logprobs]
+        return EngineDelta(answer.text, len(answer.token_ids), output.finished, answer.finish_reason, outcome, logprobs)
+
+    def _probe_ids(self) -> list[int]:
+        n = min(PROBE_TOKENS, self.facts.max_model_len - 2)
+        # Ordinary tokens are the low ids in every vocabulary; special ones come last.
+        high = max(2, int(self._config.model_config.get_vocab_size()) // 2)
+        generator = random.Random(0)
+        return [generator.randrange(1, high) for _ in range(n)]
+
+
+def _refuse_reimport() -> None:
+    """A spawned vLLM process first imports the main script again; starting an engine from there never ends well."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise EngineStartError(
+            "The engine is being started by an import of the main script, in a process that vLLM itself started.",
+            hint='Put the script\'s code under: if __name__ == "__main__":',
+        )
+
+
+def _facts(model: Path, config: VllmConfig) -> ModelFacts:
+    settings = config.model_config
+    rope = getattr(settings.hf_text_config, "rope_parameters", None)
+    return ModelFacts(
+        fingerprint=f"{model_fingerprint(model)}:{settings.quantization}",
+        dtype=str(settings.dtype).removeprefix("torch."),
+        rope=json.dumps(rope, sort_keys=True, default=str),
+        max_model_len=int(settings.max_model_len),
+    )
+
+
+def _outcome(values: dict[str, Any]) -> ReuseOutcome:
+    return ReuseOutcome(**{**values, "missed_keys": tuple(values["missed_keys"])})
+
+
+def _raise(error: dict[str, str] | None) -> None:
+    if error is not None:
+        raise SpecCacheError.from_dict(error)

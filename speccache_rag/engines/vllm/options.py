@@ -1,0 +1,69 @@
+"""vLLM's own options by name, checked before vLLM sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
+
+from speccache_rag.errors import ConfigurationError
+
+_PACKAGE = __package__
+_OURS = ("model", "kv_transfer_config", "worker_extension_cls")
+_REFUSED_SAMPLING = ("n", "output_kind", "extra_args", "skip_reading_prefix_cache", "prompt_logprobs")
+
+
+def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any]) -> AsyncEngineArgs:
+    """vLLM's arguments with our connector and worker extension in them.
+
+    Raises:
+        ConfigurationError: an option is unknown, ours to set, or refused by vLLM.
+    """
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if unknown := sorted(set(options) - known):
+        raise ConfigurationError(
+            f"Unknown engine option {', '.join(map(repr, unknown))}.",
+            hint="Options are vLLM's AsyncEngineArgs by name.",
+        )
+    if taken := sorted(set(options) & set(_OURS)):
+        raise ConfigurationError(
+            f"Engine option {', '.join(map(repr, taken))} is set by SpecCache itself.", hint="Leave it out."
+        )
+    transfer = KVTransferConfig(
+        kv_connector="SpecCacheConnector",
+        kv_connector_module_path=f"{_PACKAGE}.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"store": dict(store)},
+    )
+    defaults: dict[str, Any] = {"disable_log_stats": True}
+    ours = {"kv_transfer_config": transfer, "worker_extension_cls": f"{_PACKAGE}.extension.SpecCacheExtension"}
+    return AsyncEngineArgs(model=str(model), **{**defaults, **options, **ours})
+
+
+def sampling_params(options: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> SamplingParams:
+    """vLLM's `SamplingParams` from options by name; None values count as not given.
+
+    Raises:
+        ConfigurationError: an option is unknown, refused, or out of vLLM's range.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    known = set(SamplingParams.__annotations__) - set(_REFUSED_SAMPLING)
+    if unknown := sorted(set(given) - known):
+        usual = "max_tokens, temperature, top_p, top_k, min_p, seed, stop, logprobs, presence_penalty, ..."
+        raise ConfigurationError(
+            f"Unknown sampling option {', '.join(map(repr, unknown))}.",
+            hint=f"Options are vLLM's SamplingParams: {usual}",
+        )
+    extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
+    try:
+        return SamplingParams(**given, output_kind=RequestOutputKind.DELTA, extra_args=extra)
+    except (ValueError, TypeError, ValidationError, VLLMClientError) as error:
+        raise ConfigurationError(f"Bad sampling options {given}: {error}", hint="") from error

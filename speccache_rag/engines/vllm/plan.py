@@ -1,0 +1,97 @@
+"""What a request carries to the connector, as plain values in vLLM's `kv_transfer_params`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from speccache_rag.types import AssembledPrompt, Selection
+
+PARAM = "speccache"
+"""Our key in `kv_transfer_params`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """Which stored chunks go where, and which of their tokens are recomputed."""
+
+    chunks: tuple[tuple[str, int, int], ...]
+    """(key, start, length), in prompt order."""
+    recompute: tuple[tuple[int, int], ...]
+    """Selected chunk positions as half-open ranges."""
+    region_end: int
+    tag: str = ""
+    """Our name for the request in the worker: vLLM renames requests inside the engine."""
+
+    @classmethod
+    def of(cls, prompt: AssembledPrompt, selection: Selection, tag: str = "") -> ReusePlan:
+        """The plan of an assembled prompt under a selection."""
+        chunks = tuple((str(p.chunk.key), p.start, p.length) for p in prompt.placements)
+        return cls(chunks, tuple(runs(selection.positions)), prompt.region_end, tag)
+
+    def to_params(self) -> dict[str, Any]:
+        """As `kv_transfer_params`."""
+        return {
+            PARAM: {
+                "chunks": [list(c) for c in self.chunks],
+                "recompute": [list(r) for r in self.recompute],
+                "region_end": self.region_end,
+                "tag": self.tag,
+            }
+        }
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> ReusePlan | None:
+        """The plan in a request's `kv_transfer_params`, if it has one."""
+        body = (params or {}).get(PARAM)
+        if not body or "chunks" not in body:
+            return None
+        return cls(
+            tuple((str(k), int(s), int(n)) for k, s, n in body["chunks"]),
+            tuple((int(a), int(b)) for a, b in body["recompute"]),
+            int(body["region_end"]),
+            str(body["tag"]),
+        )
+
+    def salt(self) -> str:
+        """vLLM `cache_salt`: KV under this plan is approximate, so only the same plan may hit its prefix cache."""
+        text = json.dumps([self.chunks, self.recompute, self.region_end], separators=(",", ":"))
+        return f"{PARAM}:{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """A warm request: record the KV of the tokens after the anchor."""
+
+    key: str
+    start: int
+    length: int
+    tag: str
+    """Our name for the request in the worker."""
+    probe: bool = False
+    """Keep the KV in the worker for the self-check instead of storing it."""
+
+    def to_params(self) -> dict[str, Any]:
+        """As `kv_transfer_params`."""
+        return {PARAM: {"capture": asdict(self)}}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> CapturePlan | None:
+        """The capture in a request's `kv_transfer_params`, if it has one."""
+        body = (params or {}).get(PARAM)
+        return cls(**body["capture"]) if body and "capture" in body else None
+
+
+def runs(positions: np.ndarray) -> list[tuple[int, int]]:
+    """Sorted unique positions as half-open runs of consecutive ones: [2, 3, 7] -> [(2, 4), (7, 8)]."""
+    if len(positions) == 0:
+        return []
+    breaks = np.flatnonzero(np.diff(positions) != 1)
+    starts = positions[np.concatenate(([0], breaks + 1))]
+    ends = positions[np.concatenate((breaks, [len(positions) - 1]))] + 1
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))

@@ -1,0 +1,113 @@
+"""Recording keys and values as they pass into vLLM's KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+
+from speccache_rag.types import ChunkKV
+
+Sink = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Called with layer index, keys [T, H, D], values [T, H, D], slot mapping [T]."""
+
+
+class KVRecorder:
+    """While attached, shows every KV cache update of every layer to the sinks.
+
+    vLLM offers connectors only the cache tensor, whose layout differs by backend. The one place where keys and values
+    are plain [T, H, D] is the attention implementation's `do_kv_cache_update`, so an instance attribute stands in
+    front of it, for the steps that need it and no longer.
+    """
+
+    def __init__(self, layers: Mapping[str, Attention]) -> None:
+        self._impls: list[Any] = [layer.impl for layer in layers.values()]
+        self._attached = False
+
+    def attach(self, sinks: Sequence[Sink]) -> None:
+        """Start showing updates to `sinks`."""
+        self.detach()
+        for index, impl in enumerate(self._impls):
+            impl.do_kv_cache_update = self._tap(index, impl.do_kv_cache_update, sinks)
+        self._attached = True
+
+    def detach(self) -> None:
+        """Stop. Idempotent."""
+        if self._attached:
+            for impl in self._impls:
+                # Removes our instance attribute; the class's method is underneath.
+                del impl.do_kv_cache_update
+        self._attached = False
+
+    @staticmethod
+    def _tap(index: int, update: Callable[..., None], sinks: Sequence[Sink]) -> Callable[..., None]:
+        def tapped(
+            layer: Attention, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            for sink in sinks:
+                sink(index, key, value, slots)
+            update(layer, key, value, kv_cache, slots)
+
+        return tapped
+
+
+class CaptureBuffer:
+    """Collects one chunk's KV over the steps of its prefill, wherever its rows stand in the batches."""
+
+    def __init__(self, token_ids: list[int], position: int, n_layers: int) -> None:
+        self._token_ids = tuple(token_ids)
+        self._position = position
+        self._n_layers = n_layers
+        self._seen = torch.zeros(n_layers, len(token_ids), dtype=torch.bool)
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self._wanted = torch.empty(0, dtype=torch.int64)
+
+    def expect(self, slots: torch.Tensor) -> None:
+        """Slots of the chunk's tokens in this step; fewer than T while blocks are still being allocated."""
+        self._wanted = slots.cpu()
+
+    def record(self, index: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """A sink for `KVRecorder`."""
+        here = slots[: keys.shape[0]].cpu()
+        order = torch.argsort(self._wanted)
+        wanted = self._wanted[order]
+        at = torch.searchsorted(wanted, here).clamp(max=max(0, len(wanted) - 1))
+        rows = torch.nonzero(wanted[at] == here).flatten() if len(wanted) else torch.empty(0, dtype=torch.int64)
+        if not len(rows):
+            return
+        if self._keys is None or self._values is None:
+            shape = (self._n_layers, len(self._token_ids), *keys.shape[1:])
+            self._keys = torch.full(shape, float("nan"), dtype=keys.dtype)
+            self._values = torch.full(shape, float("nan"), dtype=values.dtype)
+        tokens = order[at[rows]]
+        self._keys[index, tokens] = keys[rows].to("cpu")
+        self._values[index, tokens] = values[rows].to("cpu")
+        self._seen[index, tokens] = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer of every token was recorded."""
+        return bool(self._seen.all())
+
+    def chunk_kv(self) -> ChunkKV:
+        """What was recorded.
+
+        Raises:
+            ValueError: it is not complete.
+        """
+        if not self.complete:
+            raise ValueError(f"{int((~self._seen).sum())} of {self._seen.numel()} rows were not recorded")
+        return self.partial()
+
+    def partial(self) -> ChunkKV:
+        """What was recorded, NaN elsewhere.
+
+        Raises:
+            ValueError: nothing was.
+        """
+        if self._keys is None or self._values is None:
+            raise ValueError("no row was recorded")
+        return ChunkKV(self._keys, self._values, self._token_ids, self._position)

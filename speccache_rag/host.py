@@ -1,0 +1,177 @@
+"""One engine per process and configuration, shared by every `SpecCache` that asks for the same one."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from speccache_rag.config import SpecCacheConfig
+from speccache_rag.engines import ENGINES
+from speccache_rag.engines.base import Engine
+from speccache_rag.engines.loop import LoopThread
+from speccache_rag.errors import EngineClosed
+from speccache_rag.factory import build_scorer
+from speccache_rag.fingerprint import resolve_model
+from speccache_rag.library import ChunkLibrary
+from speccache_rag.prompt.assembly import PromptTokenizer
+from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.store.base import Namespace
+from speccache_rag.store.catalogue import Catalogue
+
+ENGINE_OPTIONS = ("engine", "model", "engine_options", "store", "ram_bytes")
+"""The options that make two configurations need two engines."""
+
+
+class EngineHost:
+    """A target model's tokenizer, engine, event loop, catalogue, and the libraries and scorers that go with them.
+
+    Everything is made when first asked for. `acquire` and `release` count users; the last one stops the engine.
+    """
+
+    def __init__(self, config: SpecCacheConfig) -> None:
+        self._config = config
+        self._lock = threading.RLock()
+        self._users = 0
+        self._model: Path | None = None
+        self._tokenizer: PromptTokenizer | None = None
+        self._engine: Engine | None = None
+        self._loop: LoopThread | None = None
+        self._catalogue: Catalogue | None = None
+        self._libraries: dict[str, ChunkLibrary] = {}
+        self._scorers: dict[str, SpeculativeScorer] = {}
+
+    @property
+    def model(self) -> Path:
+        """The target model's folder."""
+        with self._lock:
+            if self._model is None:
+                self._model = resolve_model(self._config.model)
+            return self._model
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        """The target model's tokenizer."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(self.model))
+            return self._tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        """The running engine; starts it."""
+        self._start()
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def loop(self) -> LoopThread:
+        """The event loop the engine runs on; starts both."""
+        self._start()
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine was started."""
+        return self._engine is not None
+
+    def library(self, config: SpecCacheConfig) -> ChunkLibrary:
+        """The known chunks under a configuration's tenant and anchor."""
+        facts = self.engine.facts
+        with self._lock:
+            anchor = config.anchor if config.anchor is not None else self.tokenizer.header()
+            anchor_ids = self.tokenizer.assemble(anchor, [], add_bos=not self.tokenizer.has_chat_template).token_ids
+            namespace = Namespace(facts.fingerprint, facts.dtype, facts.rope, anchor_ids, config.tenant)
+            if namespace.digest not in self._libraries:
+                if self._catalogue is None:
+                    folder = self._config.store
+                    self._catalogue = Catalogue(str(Path(folder).expanduser() / "catalogue.sqlite") if folder else None)
+                self._libraries[namespace.digest] = ChunkLibrary(
+                    self.tokenizer, namespace, self._catalogue, anchor, facts.max_model_len
+                )
+            return self._libraries[namespace.digest]
+
+    def scorer(self, config: SpecCacheConfig) -> SpeculativeScorer | None:
+        """The scorer over a configuration's speculative model, loaded once per process."""
+        name = config.speculative_model
+        if name is None:
+            return None
+        with self._lock:
+            if name not in self._scorers:
+                scorer = build_scorer(config)
+                assert scorer is not None
+                self._scorers[name] = scorer
+            return self._scorers[name]
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._engine is not None:
+                return
+            if self._users == 0:
+                raise EngineClosed("The engine was closed.")
+            store = {"path": self._config.store, "ram_bytes": self._config.ram_bytes}
+            engine = ENGINES.load(self._config.engine)(self.model, dict(self._config.engine_options), store)
+            loop = LoopThread("speccache-engine")
+            try:
+                loop.run(engine.start())
+            except BaseException:
+                loop.stop()
+                raise
+            self._engine, self._loop = engine, loop
+
+    def _stop(self) -> None:
+        with self._lock:
+            engine, loop, catalogue = self._engine, self._loop, self._catalogue
+            self._engine = self._loop = self._catalogue = None
+            self._libraries.clear()
+        # Outside the lock: work that is being cancelled may be waiting for it.
+        if engine is not None and loop is not None:
+            loop.run(_close(engine))
+            loop.stop()
+        if catalogue is not None:
+            catalogue.close()
+
+    # The registry. It is the one thing per process this package keeps, because frameworks copy, pickle and re-create
+    # LLM objects freely, and each copy must find the same engine.
+
+    _hosts: dict[str, EngineHost] = {}
+    _hosts_lock = threading.Lock()
+
+    @classmethod
+    def acquire(cls, config: SpecCacheConfig) -> EngineHost:
+        """The host of a configuration, with one more user."""
+        key = json.dumps({name: getattr(config, name) for name in ENGINE_OPTIONS}, sort_keys=True, default=str)
+        with cls._hosts_lock:
+            if not cls._hosts:
+                atexit.register(cls._stop_all)
+            host = cls._hosts.get(key)
+            if host is None:
+                host = cls._hosts[key] = cls(config)
+            host._users += 1
+            return host
+
+    def release(self) -> None:
+        """One user less; the last one stops the engine."""
+        with self._hosts_lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            for key in [key for key, host in self._hosts.items() if host is self]:
+                del self._hosts[key]
+        self._stop()
+
+    @classmethod
+    def _stop_all(cls) -> None:
+        with cls._hosts_lock:
+            hosts = list(cls._hosts.values())
+            cls._hosts.clear()
+        for host in hosts:
+            host._stop()
+
+
+async def _close(engine: Engine) -> None:
+    engine.close()

@@ -1,0 +1,89 @@
+"""The known chunks of one namespace: their texts, tokens and importance scores, found again in any prompt."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from speccache_rag.errors import ChunkTooLong, EmptyChunk
+from speccache_rag.prompt.alignment import align_scores
+from speccache_rag.prompt.assembly import PromptTokenizer
+from speccache_rag.prompt.matching import ChunkIndex
+from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.store.base import Namespace
+from speccache_rag.store.catalogue import Catalogue
+from speccache_rag.types import Chunk, ChunkMatch
+
+
+class ChunkLibrary:
+    """Index and catalogue of one namespace. Thread-safe; shared by everything that serves the same model and tenant."""
+
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        namespace: Namespace,
+        catalogue: Catalogue,
+        anchor: str,
+        max_model_len: int,
+    ) -> None:
+        self.namespace = namespace
+        self.anchor = anchor
+        self._tokenizer = tokenizer
+        self._catalogue = catalogue
+        self._max_model_len = max_model_len
+        self._index = ChunkIndex()
+        self._index.add_many(catalogue.chunks(namespace.digest))
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def chunk(self, text: str) -> Chunk:
+        """The chunk of a text, known or new; a new one is not learned yet.
+
+        Raises:
+            EmptyChunk: the text is empty or white space.
+            ChunkTooLong: it does not fit in the model's context behind the anchor.
+        """
+        stripped = text.strip()
+        if not stripped:
+            raise EmptyChunk(f"A chunk has no text: {text!r}.")
+        known = self._index.get(stripped)
+        if known is not None:
+            return known
+        token_ids, offsets = self._tokenizer.chunk_tokens(stripped)
+        anchor_tokens = len(self.namespace.anchor_ids)
+        # One more position: a capture is a request, and a request generates a token.
+        if anchor_tokens + len(token_ids) + 1 > self._max_model_len:
+            raise ChunkTooLong(
+                f"A chunk has {len(token_ids)} tokens ({stripped[:40]!r}...); with {anchor_tokens} anchor tokens "
+                f"at most {self._max_model_len - anchor_tokens - 1} fit in the model's context of "
+                f"{self._max_model_len}."
+            )
+        return Chunk(self.namespace.key(token_ids), stripped, token_ids, offsets)
+
+    def learn(self, chunk: Chunk) -> None:
+        """Make a chunk findable, here and in every later process that opens the same store."""
+        with self._lock:
+            if self._index.get(chunk.text) is None:
+                self._catalogue.add(self.namespace.digest, chunk)
+                self._index.add(chunk)
+
+    def match(self, prompt: str) -> list[ChunkMatch]:
+        """The known chunks in a prompt."""
+        return self._index.find(prompt)
+
+    def scores(self, chunk: Chunk, scorer: SpeculativeScorer) -> np.ndarray:
+        """float32 [T]: importance of a chunk's tokens, scored alone behind the anchor; computed once, then kept."""
+        kept = self._catalogue.scores(chunk.key, scorer.identity)
+        if kept is not None:
+            return kept
+        offsets, scores = scorer.score_after(self.anchor, chunk.text)
+        aligned = align_scores(offsets, scores, chunk.offsets)
+        self._catalogue.put_scores(chunk.key, scorer.identity, aligned)
+        return aligned
+
+    def has_scores(self, chunk: Chunk, scorer: SpeculativeScorer) -> bool:
+        """Whether `scores` would compute nothing."""
+        return self._catalogue.scores(chunk.key, scorer.identity) is not None

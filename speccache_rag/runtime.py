@@ -1,0 +1,334 @@
+"""`SpecCache`: the one class a user learns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import Self
+
+from speccache_rag.config import Scoring, SpecCacheConfig
+from speccache_rag.counters import Counters
+from speccache_rag.doctor import Check, examine
+from speccache_rag.errors import ConfigurationError, EngineClosed, SpecCacheError
+from speccache_rag.explanation import explain_request
+from speccache_rag.factory import build_policy
+from speccache_rag.host import EngineHost
+from speccache_rag.library import ChunkLibrary
+from speccache_rag.preparation import PreparedRequest, Prompt, prepare
+from speccache_rag.types import Chunk, ChunkKey, Completion, Delta, Explanation, Usage, WarmReport
+from speccache_rag.warming import plan_warm, warm_chunks
+
+logger = logging.getLogger(__name__)
+
+
+class SpecCache:
+    """Generation with chunk KV reuse.
+
+    Cheap to make: the engine starts at first use (or `start()`), and is shared by all `SpecCache` objects of this
+    process whose engine options are the same. Use it from any thread and any event loop.
+
+        with SpecCache(model="Qwen/Qwen2.5-7B-Instruct", speculative_model="Qwen/Qwen2.5-0.5B-Instruct") as sc:
+            sc.warm(chunks)
+            answer = sc.generate(prompt_that_contains_some_of_them)
+
+    Args:
+        **options: fields of `SpecCacheConfig`.
+
+    Raises:
+        ConfigurationError: an option is unknown or out of range.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.config = SpecCacheConfig.build(**options)
+        policy = build_policy(self.config.policy, self.config.policy_options)
+        if policy.uses_importance and self.config.speculative_model is None:
+            raise ConfigurationError(
+                f"Policy {self.config.policy!r} scores tokens with a speculative model, and none is configured.",
+                hint="Pass speculative_model=..., or a policy that needs none, such as policy='full_reuse'.",
+            )
+        self._host: EngineHost | None = EngineHost.acquire(self.config)
+        self._counters = Counters()
+        self._recapturing: set[ChunkKey] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_config(cls, config: SpecCacheConfig) -> Self:
+        """A `SpecCache` with these options."""
+        return cls(**config.model_dump())
+
+    _shared: dict[str, SpecCache] = {}
+    _shared_lock = threading.Lock()
+
+    @classmethod
+    def shared(cls, config: SpecCacheConfig) -> SpecCache:
+        """One object per process and configuration, for frameworks that copy and re-create their LLM objects."""
+        key = config.model_dump_json()
+        with cls._shared_lock:
+            found = cls._shared.get(key)
+            if found is None or found.closed:
+                found = cls._shared[key] = cls.from_config(config)
+            return found
+
+    # What it runs on.
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._host is None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target model's tokenizer."""
+        return self._open().tokenizer.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and answer may have together. Starts the engine."""
+        return self._open().engine.facts.max_model_len
+
+    def start(self) -> Self:
+        """Start the engine now: it loads the model and proves that reuse equals prefill on it.
+
+        Raises:
+            UnsupportedModel, UnsupportedVersion, EngineStartError, SelfCheckFailed: see their messages.
+        """
+        _ = self._open().engine
+        return self
+
+    # Warm.
+
+    def warm(self, texts: Iterable[str], show_progress: bool = True) -> WarmReport:
+        """Compute and keep each text's KV (and scores). Skips what is kept already; an interrupted run can be resumed.
+
+        Raises:
+            EmptyChunk, ChunkTooLong: before any work, if a text cannot be a chunk.
+            StoreUnavailable: KV could not be written; what was written stays.
+        """
+        host, library = self._open(), self._library
+        chunks, n_texts = plan_warm(library, texts)
+        scorer = host.scorer(self.config)
+        with tqdm(total=len(chunks), desc="warm", unit="chunk", disable=not show_progress) as bar:
+            report = host.loop.run(warm_chunks(host.engine, library, scorer, chunks, bar.update))
+        return replace(report, n_texts=n_texts, n_skipped=n_texts - report.n_captured)
+
+    # Generate.
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | None = None,
+        recompute_ratio: float | None = None,
+        scoring: Scoring | None = None,
+        **sampling: Any,
+    ) -> Completion:
+        """Answer a prompt.
+
+        Args:
+            prompt: text, used as it is, or chat messages, rendered with the model's chat template.
+            policy: another selection policy than the configured one, for this call.
+            recompute_ratio: likewise.
+            scoring: likewise.
+            **sampling: vLLM `SamplingParams` by name: max_tokens, temperature, top_p, stop, seed, logprobs, ...
+
+        Raises:
+            PromptError: the prompt cannot be served (too long, no chat template, ...).
+            ConfigurationError: an option is unknown or out of range.
+            EngineError: the engine failed.
+        """
+        deltas = self.stream(prompt, policy=policy, recompute_ratio=recompute_ratio, scoring=scoring, **sampling)
+        return _last(list(deltas))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | None = None,
+        recompute_ratio: float | None = None,
+        scoring: Scoring | None = None,
+        **sampling: Any,
+    ) -> Iterator[Delta]:
+        """Like `generate`, piece by piece. Nothing runs before the first `next`; closing it frees the request."""
+        prepared = self._prepare(prompt, policy, recompute_ratio, scoring, sampling)
+        yield from self._open().loop.iterate(lambda: self._deltas(prepared))
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | None = None,
+        recompute_ratio: float | None = None,
+        scoring: Scoring | None = None,
+        **sampling: Any,
+    ) -> Completion:
+        """`generate` for an event loop."""
+        deltas = self.astream(prompt, policy=policy, recompute_ratio=recompute_ratio, scoring=scoring, **sampling)
+        return _last([delta async for delta in deltas])
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | None = None,
+        recompute_ratio: float | None = None,
+        scoring: Scoring | None = None,
+        **sampling: Any,
+    ) -> AsyncGenerator[Delta, None]:
+        """`stream` for an event loop."""
+        prepared = await asyncio.to_thread(self._prepare, prompt, policy, recompute_ratio, scoring, sampling)
+        async with contextlib.aclosing(self._open().loop.aiterate(lambda: self._deltas(prepared))) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    # Look.
+
+    def explain(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | None = None,
+        recompute_ratio: float | None = None,
+        scoring: Scoring | None = None,
+    ) -> Explanation:
+        """What would be loaded, recomputed and computed fresh, token by token; generates nothing."""
+        return explain_request(self._prepare(prompt, policy, recompute_ratio, scoring, {}))
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since this object was made, and the number of known chunks if the engine runs."""
+        known = len(self._library) if self._open().running else None
+        return {**self._counters.to_dict(), "known_chunks": known}
+
+    def doctor(self) -> list[Check]:
+        """Check versions, models, store and engine. Starts the engine."""
+        return examine(self.config, self._open())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget vLLM's own prefix cache, for cold measurements; stored chunk KV stays."""
+        host = self._open()
+        host.loop.run(host.engine.reset_prefix_cache())
+
+    # End.
+
+    def close(self) -> None:
+        """Stop using the engine; the last user stops it. Idempotent."""
+        with self._lock:
+            host, self._host = self._host, None
+        if host is not None:
+            host.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Inside.
+
+    def _open(self) -> EngineHost:
+        if self._host is None:
+            raise EngineClosed("This SpecCache was closed.")
+        return self._host
+
+    @property
+    def _library(self) -> ChunkLibrary:
+        return self._open().library(self.config)
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        policy: str | None,
+        recompute_ratio: float | None,
+        scoring: Scoring | None,
+        sampling: Mapping[str, Any],
+    ) -> PreparedRequest:
+        host, library = self._open(), self._library
+        given = {"policy": policy, "recompute_ratio": recompute_ratio, "scoring": scoring}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if policy not in (None, self.config.policy):
+            changes["policy_options"] = {}  # they are the configured policy's
+        config = SpecCacheConfig.build(**{**self.config.model_dump(), **changes})
+
+        def present(keys: Sequence[ChunkKey]) -> np.ndarray:
+            return host.loop.run(host.engine.present(keys))
+
+        return prepare(
+            prompt,
+            tokenizer=host.tokenizer,
+            library=library,
+            present=present,
+            max_model_len=host.engine.facts.max_model_len,
+            policy_name=config.policy,
+            policy=build_policy(config.policy, config.policy_options),
+            recompute_ratio=config.recompute_ratio,
+            scorer=host.scorer(config),
+            scoring=config.scoring,
+            sampling=sampling,
+        )
+
+    async def _deltas(self, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
+        """Runs on the engine's loop."""
+        text, n_new, ttft_s = "", 0, 0.0
+        logprobs: list[Mapping[int, float]] = []
+        async with contextlib.aclosing(self._open().engine.generate(prepared.request)) as pieces:
+            async for piece in pieces:
+                if n_new == 0 and piece.n_new_tokens:
+                    ttft_s = time.perf_counter() - prepared.started
+                text += piece.text
+                n_new += piece.n_new_tokens
+                logprobs += piece.logprobs or []
+                completion = None
+                if piece.outcome is not None:
+                    report = prepared.finish_report(piece.outcome, ttft_s)
+                    self._counters.add_report(report)
+                    usage = Usage(report.prompt_tokens, n_new, report.cached_tokens + report.loaded_tokens)
+                    completion = Completion(text, report, usage, piece.finish_reason, logprobs or None)
+                    self._recapture(prepared, report.missed_keys)
+                if piece.text or completion is not None:
+                    yield Delta(piece.text, completion)
+
+    def _recapture(self, prepared: PreparedRequest, missed_keys: Sequence[str]) -> None:
+        """Capture missed chunks again, each alone behind the anchor, while nobody waits.
+
+        KV recomputed in this prompt's context is not the chunk's own, so it cannot be kept instead.
+        """
+        for chunk in {p.chunk.key: p.chunk for p in prepared.prompt.placements if p.chunk.key in missed_keys}.values():
+            with self._lock:
+                if chunk.key in self._recapturing:
+                    continue
+                self._recapturing.add(chunk.key)
+            task = asyncio.get_running_loop().create_task(self._recapture_one(chunk))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _recapture_one(self, chunk: Chunk) -> None:
+        failed = False
+        try:
+            host = self._open()
+            await warm_chunks(host.engine, self._library, None, [chunk])
+        except SpecCacheError as error:
+            failed = True
+            logger.warning("chunk %s could not be captured again: %s", chunk.key[:12], error)
+        finally:
+            self._counters.add_recapture(failed=failed)
+            with self._lock:
+                self._recapturing.discard(chunk.key)
+
+
+def _last(deltas: Sequence[Delta]) -> Completion:
+    completion = deltas[-1].completion
+    assert completion is not None
+    return completion

@@ -1,0 +1,87 @@
+"""Warming: compute each chunk's KV, and its cached scores, once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from speccache_rag.engines.base import CaptureRequest, Engine
+from speccache_rag.library import ChunkLibrary
+from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.types import Chunk, WarmReport
+
+T = TypeVar("T")
+
+IN_FLIGHT = 16
+"""Captures offered to the engine at once: enough to fill its batches, few enough to stop quickly."""
+
+
+def plan_warm(library: ChunkLibrary, texts: Iterable[str]) -> tuple[list[Chunk], int]:
+    """The distinct chunks of `texts`, and how many texts there were. Checks every text before any work is done.
+
+    Raises:
+        EmptyChunk, ChunkTooLong: a text cannot be a chunk; the message says which.
+    """
+    chunks: dict[str, Chunk] = {}
+    n_texts = 0
+    for text in texts:
+        chunk = library.chunk(text)
+        chunks.setdefault(chunk.key, chunk)
+        n_texts += 1
+    return list(chunks.values()), n_texts
+
+
+async def warm_chunks(
+    engine: Engine,
+    library: ChunkLibrary,
+    scorer: SpeculativeScorer | None,
+    chunks: Sequence[Chunk],
+    advance: Callable[[], None] = lambda: None,
+) -> WarmReport:
+    """Capture what the store lacks, score what the catalogue lacks; `advance` is called once a chunk.
+
+    A chunk is learned when its KV is stored, so an interrupted run leaves a store that is right as far as it goes, and
+    the next run takes up there.
+
+    Raises:
+        StoreUnavailable: KV could not be written.
+    """
+    started = time.perf_counter()
+    held = await engine.present([chunk.key for chunk in chunks])
+    present = {chunk.key for chunk, here in zip(chunks, held, strict=True) if here}
+    gate = asyncio.Semaphore(IN_FLIGHT)
+
+    async def one(chunk: Chunk) -> tuple[int, int]:
+        tokens = stored = 0
+        async with gate:
+            if chunk.key not in present:
+                result = await engine.capture(CaptureRequest(chunk, library.namespace.anchor_ids))
+                tokens, stored = result.n_tokens, result.nbytes
+            library.learn(chunk)
+            if scorer is not None:
+                await asyncio.to_thread(library.scores, chunk, scorer)
+        advance()
+        return tokens, stored
+
+    done = await _all_or_stop([asyncio.create_task(one(chunk)) for chunk in chunks])
+    return WarmReport(
+        n_texts=len(chunks),
+        n_captured=len(chunks) - len(present),
+        n_skipped=len(present),
+        captured_tokens=sum(tokens for tokens, _ in done),
+        captured_bytes=sum(stored for _, stored in done),
+        seconds=time.perf_counter() - started,
+    )
+
+
+async def _all_or_stop(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+    """All results; the first error stops the others and is raised as it is."""
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,35 @@
+# Each target sets up all it needs on a bare machine with Python 3.11 or 3.12, and only once:
+#   make demo [ARGS="--json out.json"]   make test   make check
+
+PYTHON ?= python3
+BIN    := .venv/bin
+READY  := .venv/ready
+TARGET := .models/Qwen2.5-Coder-0.5B-Instruct
+SMALL  := .models/SmolLM2-135M-Instruct
+
+.PHONY: demo test check
+
+demo: $(READY) $(TARGET)/config.json $(SMALL)/config.json
+	$(BIN)/speccache demo --target $(TARGET) --speculative $(SMALL) $(ARGS)
+
+test: $(READY) $(SMALL)/config.json
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "The CPU set-up needs Python 3.11 or 3.12; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+
+# Newer than the lock: the environment is as locked.
+$(READY): requirements/cpu.lock scripts/install_cpu.py pyproject.toml | $(BIN)/python
+	$(BIN)/python scripts/install_cpu.py
+	@touch $@
+
+# config.json appears when its whole folder is complete.
+.models/%/config.json: | $(READY)
+	$(BIN)/python scripts/fetch_models.py $*

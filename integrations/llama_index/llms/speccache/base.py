@@ -1,0 +1,210 @@
+"""`SpecCacheLLM`: the LLM of a LlamaIndex pipeline, with KV reuse behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+)
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import LLM
+from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.llms.speccache.rendering import as_turns
+from llama_index.llms.speccache.responses import (
+    acumulate,
+    chat_response,
+    completion_response,
+    cumulate,
+    whole,
+)
+
+from speccache_rag.config import SpecCacheConfig
+from speccache_rag.errors import ConfigurationError
+from speccache_rag.runtime import SpecCache
+from speccache_rag.types import WarmReport
+
+
+class SpecCacheLLM(LLM):
+    """An LLM that reuses the KV of chunks it knows, wherever they stand in the prompt.
+
+    The pipeline around it stays as it is: chunks are found in the rendered prompt.
+
+        llm = SpecCacheLLM(model="Qwen/Qwen2.5-1.5B-Instruct", speculative_model="HuggingFaceTB/SmolLM2-135M-Instruct")
+        llm.warm(nodes)
+        index.as_query_engine(llm=llm).query("...")
+
+    Options of `SpecCacheConfig` are given by name; or give a whole `config`, or a live `runtime`. The engine starts
+    when it is first needed and is shared by every copy (also deep copies and unpickled ones) in the process.
+    The final response holds `raw["usage"]` and `raw["speccache"]`, the prefill report.
+
+    Raises:
+        ConfigurationError: an option is unknown or out of range, or options come from two sources.
+    """
+
+    config: SpecCacheConfig = Field(description="What the engine is built from.")
+    temperature: float = Field(default=0.0, ge=0.0, description="0 takes the likeliest token.")
+    max_tokens: int = Field(default=256, gt=0, description="Most tokens in an answer.")
+    stop: list[str] | None = Field(default=None, description="Texts that end an answer.")
+    additional_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Passed with every call: sampling parameters, policy, recompute_ratio, scoring.",
+    )
+    _runtime: SpecCache | None = PrivateAttr(default=None)
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: SpecCacheConfig | Mapping[str, Any] | None = None,
+        runtime: SpecCache | None = None,
+        **options: Any,
+    ) -> None:
+        own = {name: options.pop(name) for name in type(self).model_fields if name in options}
+        if model is not None:
+            options["model"] = model
+        super().__init__(config=_config(config, runtime, options, known=type(self).model_fields), **own)
+        self._runtime = runtime
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which LlamaIndex serializes it."""
+        return "SpecCacheLLM"
+
+    @property
+    def runtime(self) -> SpecCache:
+        """The object that answers: the one given, else the process's own for this configuration."""
+        return self._runtime or SpecCache.shared(self.config)
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Facts that pipelines ask for. The context window is the engine's own, so asking starts the engine."""
+        runtime = self.runtime
+        return LLMMetadata(
+            context_window=runtime.max_model_len,
+            num_output=self.max_tokens,
+            is_chat_model=self._is_chat,
+            model_name=self.config.model,
+        )
+
+    def with_options(self, **options: Any) -> SpecCacheLLM:
+        """A copy on the same engine whose calls differ: `temperature`, `max_tokens`, `stop`, `policy`, `scoring`, ...
+
+        Query engines pass no arguments to the LLM, so this is how one pipeline gets other ones.
+        """
+        fields: dict[str, Any] = {
+            name: options.pop(name) for name in ("temperature", "max_tokens", "stop") if name in options
+        }
+        return self.model_copy(update={**fields, "additional_kwargs": {**self.additional_kwargs, **options}})
+
+    def warm(self, chunks: Iterable[BaseNode | str], *, show_progress: bool = True) -> WarmReport:
+        """Compute and store the KV of nodes or texts; what is stored already is skipped.
+
+        Raises:
+            PromptError: a text is empty or longer than the context.
+            StoreError: the KV cannot be written.
+        """
+        texts = [c if isinstance(c, str) else c.get_content(metadata_mode=MetadataMode.NONE) for c in chunks]
+        return self.runtime.warm(texts, show_progress=show_progress)
+
+    # Chat and completion, each whole, streamed, and both again for asyncio.
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return whole(self.runtime.generate(self._chat_prompt(messages), **self._params(kwargs)), chat_response)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return whole(await self.runtime.agenerate(self._chat_prompt(messages), **self._params(kwargs)), chat_response)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        return cumulate(self.runtime.stream(self._chat_prompt(messages), **self._params(kwargs)), chat_response)
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        return acumulate(self.runtime.astream(self._chat_prompt(messages), **self._params(kwargs)), chat_response)
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        request = self._prompt(prompt, formatted)
+        return whole(self.runtime.generate(request, **self._params(kwargs)), completion_response)
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        request = self._prompt(prompt, formatted)
+        return whole(await self.runtime.agenerate(request, **self._params(kwargs)), completion_response)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        request = self._prompt(prompt, formatted)
+        return cumulate(self.runtime.stream(request, **self._params(kwargs)), completion_response)
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        request = self._prompt(prompt, formatted)
+        return acumulate(self.runtime.astream(request, **self._params(kwargs)), completion_response)
+
+    @property
+    def _is_chat(self) -> bool:
+        return bool(self.runtime.tokenizer.chat_template)
+
+    def _chat_prompt(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, str]]:
+        """Turns for the chat template; a model without one gets the text that `messages_to_prompt` makes of them."""
+        turns = as_turns(messages)  # also refuses what is not text
+        if self._is_chat:
+            return turns
+        assert self.messages_to_prompt is not None  # LlamaIndex's validator puts its own
+        return self.messages_to_prompt(messages)
+
+    def _prompt(self, prompt: str, formatted: bool) -> str | list[dict[str, str]]:
+        """A formatted prompt goes in as it is; a bare instruction becomes one user turn."""
+        if formatted:
+            return prompt
+        if self._is_chat:
+            return [{"role": "user", "content": prompt}]
+        assert self.completion_to_prompt is not None  # LlamaIndex's validator puts its own
+        return self.completion_to_prompt(prompt)
+
+    def _params(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of one call: the fields, then `additional_kwargs`, then the call's own. None means not given."""
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        params = {"temperature": self.temperature, "max_tokens": self.max_tokens, **self.additional_kwargs, **given}
+        return params if self.stop is None else {"stop": self.stop, **params}
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SpecCacheLLM:
+        """A live engine cannot be copied: a copy shares it."""
+        memo = {} if memo is None else memo
+        memo[id(self._runtime)] = self._runtime
+        return super().__deepcopy__(memo)
+
+
+def _config(
+    config: SpecCacheConfig | Mapping[str, Any] | None,
+    runtime: SpecCache | None,
+    options: Mapping[str, Any],
+    known: Iterable[str],
+) -> SpecCacheConfig:
+    """The one configuration, from options by name, a whole configuration or a live runtime."""
+    if (config is not None) + (runtime is not None) + bool(options) > 1:
+        raise ConfigurationError(
+            f"Options come from two sources (config={config!r}, runtime={runtime!r}, by name: {sorted(options)}).",
+            hint="Give options by name, or config=, or runtime=.",
+        )
+    if runtime is not None:
+        return runtime.config
+    if isinstance(config, SpecCacheConfig):
+        return config
+    try:
+        return SpecCacheConfig.build(**(config or options))
+    except ConfigurationError as error:
+        raise ConfigurationError(error.message, hint=f"SpecCacheLLM itself takes {', '.join(known)}.") from error

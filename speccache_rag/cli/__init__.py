@@ -1,0 +1,1 @@
+"""The `speccache` command: one module a subcommand, parsing and printing only."""

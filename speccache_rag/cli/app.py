@@ -1,0 +1,42 @@
+"""Entry point of `speccache`: collects the subcommands and prints the package's own errors in one paragraph."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from speccache_rag.cli.ask import ask
+from speccache_rag.cli.demo.command import demo
+from speccache_rag.cli.doctor import doctor
+from speccache_rag.cli.explain import explain
+from speccache_rag.cli.options import DEFAULT_STORE
+from speccache_rag.cli.warm import warm
+from speccache_rag.errors import SpecCacheError
+
+FAILED = 2
+"""Exit code after an error of this package."""
+
+app = typer.Typer(
+    name="speccache",
+    help="Reuse the KV cache of retrieved chunks at any position of a RAG prompt. "
+    f"Chunk KV is kept in {DEFAULT_STORE} unless --store names another folder.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (demo, warm, ask, explain, doctor):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line. Errors of this package end it with a message and code 2; any other shows its traceback."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the engine's log would drown the tables
+    try:
+        app()
+    except SpecCacheError as error:
+        Console(stderr=True).print(Text(f"{type(error).__name__}: {error}", style="red"))
+        sys.exit(FAILED)

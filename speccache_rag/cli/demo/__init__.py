@@ -1,0 +1,1 @@
+"""The demo: questions about the packages installed in this environment."""

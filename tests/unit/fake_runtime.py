@@ -1,0 +1,101 @@
+"""A scripted stand-in for `SpecCache`: same methods, no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+from speccache_rag.config import SpecCacheConfig
+from speccache_rag.types import Completion, Delta, Explanation, PrefillReport, TokenExplanation, Usage, WarmReport
+
+Prompt = str | Sequence[Mapping[str, str]]
+
+
+class FakeRuntime:
+    """Answers every prompt with `pieces`; `calls` holds what it was asked, in order."""
+
+    def __init__(
+        self,
+        config: SpecCacheConfig | None = None,
+        *,
+        pieces: Sequence[str] = ("The ", "answer", "."),
+        tokenizer: Any = None,
+        max_model_len: int = 4096,
+    ) -> None:
+        self.config = config or SpecCacheConfig(model="tiny")
+        self.pieces = pieces
+        self.tokenizer = tokenizer or SimpleNamespace(chat_template="a template", encode=lambda text, **_: text.split())
+        self.max_model_len = max_model_len
+        self.calls: list[tuple[Prompt, dict[str, Any]]] = []
+        self.warmed: list[str] = []
+        self.resets = 0
+        self.running = 0
+        self.closed = False
+        self.fault: Exception | None = None
+
+    def __enter__(self) -> FakeRuntime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def start(self) -> None:
+        return None
+
+    def warm(self, texts: Iterable[str], show_progress: bool = True) -> WarmReport:
+        new = list(texts)
+        self.warmed += new
+        return WarmReport(n_texts=len(new), n_captured=len(new), captured_tokens=sum(len(t.split()) for t in new))
+
+    def stream(self, prompt: Prompt, **params: Any) -> Generator[Delta, None, None]:
+        self.calls.append((prompt, params))
+        if self.fault is not None:
+            raise self.fault
+        text = ""
+        self.running += 1
+        try:
+            for piece in self.pieces:
+                text += piece
+                yield Delta(piece)
+            yield Delta("", self._completion(prompt, text, params))
+        finally:
+            self.running -= 1
+
+    def generate(self, prompt: Prompt, **params: Any) -> Completion:
+        return [delta.completion for delta in self.stream(prompt, **params)][-1]
+
+    async def astream(self, prompt: Prompt, **params: Any) -> AsyncIterator[Delta]:
+        with closing(self.stream(prompt, **params)) as deltas:
+            for delta in deltas:
+                await asyncio.sleep(0)
+                yield delta
+
+    async def agenerate(self, prompt: Prompt, **params: Any) -> Completion:
+        return [delta.completion async for delta in self.astream(prompt, **params)][-1]
+
+    def explain(self, prompt: Prompt, **params: Any) -> Explanation:
+        self.calls.append((prompt, params))
+        actions = ("fresh", "loaded", "recomputed", "missed")
+        tokens = tuple(
+            TokenExplanation(i, i, f"[{action}]\n", None if action == "fresh" else 0, action, None)
+            for i, action in enumerate(actions)
+        )
+        return Explanation(tokens, PrefillReport(prompt_tokens=4, fresh_tokens=1, loaded_tokens=1))
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def doctor(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="engine", ok=True, detail="starts")]
+
+    def _completion(self, prompt: Prompt, text: str, params: Mapping[str, Any]) -> Completion:
+        """Full recompute takes six seconds to the first token, anything else two."""
+        n = len(str(prompt).split())
+        policy = params.get("policy") or self.config.policy
+        scoring = params.get("scoring") or self.config.scoring
+        ttft_s = 6.0 if policy == "full_recompute" else 2.0
+        report = PrefillReport(prompt_tokens=n, fresh_tokens=n, policy=policy, scoring=scoring, ttft_s=ttft_s)
+        return Completion(text, report, Usage(n, len(self.pieces)), "stop")

@@ -1,0 +1,1 @@
+"""Tests; a package so that `tests.tiny` can be imported by name."""

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from speccache_rag.config import SpecCacheConfig
+from speccache_rag.errors import ConfigurationError
+from speccache_rag.factory import build_policy, build_scorer, build_store
+from speccache_rag.selection import POLICIES
+from speccache_rag.selection.speccache import SpecCachePolicy
+from speccache_rag.store.disk import DiskStore
+from speccache_rag.store.memory import MemoryStore
+
+
+def model_folder(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+class TestPolicy:
+    @pytest.mark.parametrize("name", POLICIES.names())
+    def test_every_policy_has_defaults(self, name: str) -> None:
+        assert build_policy(name) == POLICIES.load(name)()
+
+    def test_options_are_the_fields(self) -> None:
+        assert build_policy("speccache", {"tau_cover": 0.5, "max_span": 8}) == SpecCachePolicy(
+            tau_cover=0.5, max_span=8
+        )
+
+    def test_unknown_options_list_the_known_ones(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"'speccache': tau_covr\. Known: tau_smooth, tau_cover"):
+            build_policy("speccache", {"tau_covr": 0.5})
+        with pytest.raises(ConfigurationError, match="Known: none"):
+            build_policy("full_reuse", {"seed": 1})
+
+    @pytest.mark.parametrize("attribute", ["reuses", "uses_importance"])
+    def test_what_a_policy_is_cannot_be_set(self, attribute: str) -> None:
+        with pytest.raises(ConfigurationError, match=attribute):
+            build_policy("speccache", {attribute: False})
+
+    def test_unknown_name(self) -> None:
+        with pytest.raises(ConfigurationError, match="Unknown policy 'best'"):
+            build_policy("best")
+
+    def test_bad_value(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"tau_cover is 2; it must be a number in \[0, 1\]"):
+            build_policy("speccache", {"tau_cover": 2})
+
+    def test_an_entry_point_that_is_no_policy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(POLICIES, "load", lambda name: dict)
+        with pytest.raises(ConfigurationError, match="no SelectionPolicy"):
+            build_policy("mine")
+
+
+class TestStore:
+    def test_no_path_is_ram(self) -> None:
+        options = json.loads(json.dumps({"path": None, "ram_bytes": 1 << 20}))
+        assert isinstance(build_store(options), MemoryStore)
+        assert isinstance(build_store({}), MemoryStore)
+
+    def test_a_path_is_a_folder(self, tmp_path: Path) -> None:
+        assert isinstance(build_store({"path": str(tmp_path / "kv"), "ram_bytes": 1 << 20}), DiskStore)
+        assert (tmp_path / "kv").is_dir()
+
+    def test_an_unknown_option(self) -> None:
+        with pytest.raises(ConfigurationError, match="store: paht"):
+            build_store({"paht": "kv"})
+
+    def test_an_address_is_no_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ConfigurationError, match="'s3://bucket/kv' is no local folder"):
+            build_store({"path": "s3://bucket/kv"})
+        assert not list(tmp_path.iterdir())
+
+
+class TestScorer:
+    def test_none_without_a_speculative_model(self) -> None:
+        assert build_scorer(SpecCacheConfig.build(model="m")) is None
+
+    def test_is_not_loaded_yet(self, tmp_path: Path) -> None:
+        # The folder holds no weights: loading would fail.
+        folder = model_folder(tmp_path / "small")
+        scorer = build_scorer(SpecCacheConfig.build(model="m", speculative_model=str(folder)))
+        assert scorer is not None
+        assert scorer.model_path == folder
+        assert scorer.layers == "last_third"
+
+    def test_a_missing_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match="does not exist"):
+            build_scorer(SpecCacheConfig.build(model="m", speculative_model=str(tmp_path / "absent")))

@@ -27,7 +27,7 @@ def relative_changes(signal: np.ndarray) -> np.ndarray:
     return changes
 
 
-def segment(importance: np.ndarray, chunk_of: np.ndarray, tau_smooth: float, max_span: int) -> np.ndarray:
+def split_spans(importance: np.ndarray, chunk_of: np.ndarray, tau_smooth: float, max_span: int) -> np.ndarray:
     """Cut the chunk tokens into spans; int64 [N], the span of each token, counted from 0.
 
     From left to right a token joins the span before it while the change is below `tau_smooth`, the span is shorter

@@ -61,7 +61,7 @@ class SpecCachePolicy(SelectionPolicy):
         chosen[ranking[:budget]] = True
         if self.complete:
             chunk_of = np.repeat(np.arange(len(prompt.placements)), [p.length for p in prompt.placements])
-            span_of = spans.segment(importance, chunk_of, self.tau_smooth, self.max_span)
+            span_of = spans.split_spans(importance, chunk_of, self.tau_smooth, self.max_span)
             chosen = spans.complete(chosen, span_of, self.tau_cover)
         cap = math.ceil(min(n, (1 + self.completion_slack) * budget) - 1e-9)
         kept = ranking[chosen[ranking]][:cap]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from speccache_rag.errors import ConfigurationError
@@ -19,6 +21,10 @@ from speccache_rag.errors import ConfigurationError
 _PACKAGE = __package__
 _OURS = ("model", "kv_transfer_config", "worker_extension_cls")
 _REFUSED_SAMPLING = ("n", "output_kind", "extra_args", "skip_reading_prefix_cache", "prompt_logprobs")
+
+_MEMORY = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+CPU_KV_CACHE_BYTES = 2 << 30
+"""On CPU vLLM would take 92 % of the machine's memory for itself, and refuse to start where less is free."""
 
 
 def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any]) -> AsyncEngineArgs:
@@ -44,6 +50,8 @@ def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any
         kv_connector_extra_config={"store": dict(store)},
     )
     defaults: dict[str, Any] = {"disable_log_stats": True}
+    if current_platform.is_cpu() and not (set(options) & set(_MEMORY) or "VLLM_CPU_KVCACHE_SPACE" in os.environ):
+        defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     ours = {"kv_transfer_config": transfer, "worker_extension_cls": f"{_PACKAGE}.extension.SpecCacheExtension"}
     return AsyncEngineArgs(model=str(model), **{**defaults, **options, **ours})
 

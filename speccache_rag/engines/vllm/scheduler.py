@@ -28,7 +28,7 @@ class SchedulerHalf:
         """Read the request's plan."""
         if plan := ReusePlan.from_params(request.kv_transfer_params):
             self._reuse[request.request_id] = plan
-        elif capture := CapturePlan.from_params(request.kv_transfer_params):
+        if capture := CapturePlan.from_params(request.kv_transfer_params):
             ids = list(request.prompt_token_ids or [])[capture.start : capture.start + capture.length]
             self._capture[request.request_id] = (capture, ids)
 

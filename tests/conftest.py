@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from speccache_rag import SpecCache
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,3 +42,46 @@ def smollm2() -> Path:
     if not (folder / "config.json").exists():
         pytest.skip(f"{folder.name} is not in .models; `make test` fetches it")
     return folder
+
+
+def tiny_engine_options(**overrides: object) -> dict[str, object]:
+    """vLLM options for tiny models: exact arithmetic, quick start, batches smaller than the prompts."""
+    return {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "enforce_eager": True,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 256 << 20,
+        **overrides,
+    }
+
+
+@pytest.fixture(scope="session")
+def sc(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpecCache]:
+    """A running SpecCache over a tiny random Llama, for all tests that need an engine and leave it as they found it."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from speccache_rag import SpecCache
+
+    with SpecCache(
+        model=str(tiny_folder),
+        speculative_model=str(tiny_folder),
+        store=str(tmp_path_factory.mktemp("store")),
+        engine_options=tiny_engine_options(),
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tsc(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpecCache]:
+    """The same on the Transformers engine; needs no vLLM."""
+    from speccache_rag import SpecCache
+
+    with SpecCache(
+        model=str(tiny_folder),
+        speculative_model=str(tiny_folder),
+        engine="transformers",
+        store=str(tmp_path_factory.mktemp("store")),
+        engine_options={"device": "cpu", "dtype": "float32", "max_model_len": 1024},
+    ) as running:
+        yield running

@@ -1,22 +1,15 @@
-"""What the laws need of a running vLLM engine: written KV, logprobs, and texts to make prompts of."""
+"""What the laws need of a running engine: written KV, logprobs, and texts to make prompts of."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.inputs import TokensPrompt
 
 from speccache_rag import SpecCache
-from speccache_rag.engines.vllm.engine import VllmEngine
-from speccache_rag.engines.vllm.options import sampling_params
-from speccache_rag.engines.vllm.plan import PARAM, CapturePlan, ReusePlan
-from speccache_rag.factory import build_store
 from speccache_rag.preparation import PreparedRequest
-from speccache_rag.types import AssembledPrompt, Chunk, ChunkKV, Completion, Selection
+from speccache_rag.types import AssembledPrompt, ChunkKV, Completion, Selection
 
 # Every tolerance of the laws, in one place. float32 throughout; the engine sums in another order than its own plain
 # prefill does, and nothing more may differ.
@@ -71,38 +64,12 @@ def prepared(sc: SpecCache, prompt: Any, **options: Any) -> PreparedRequest:
 
 
 def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | None) -> ChunkKV:
-    """All keys and values that a request's prefill wrote into vLLM's cache, [L, T, H, D]; the last write counts."""
-    host = sc._open()
-    engine = host.engine
-    assert isinstance(engine, VllmEngine)
-    whole = Chunk(_probe_key(prompt, selection), prompt.text, prompt.token_ids, prompt.offsets)
-    sc.reset_prefix_cache()
-
-    async def run() -> None:
-        tag = engine._tag()
-        params = CapturePlan(whole.key, 0, whole.n_tokens, tag).to_params()
-        tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        if selection is not None:
-            plan = ReusePlan.of(prompt, selection, tag)
-            params[PARAM] = {**plan.to_params()[PARAM], **params[PARAM]}
-            tokens["cache_salt"] = plan.salt()
-        sampling = sampling_params({"max_tokens": 1, "temperature": 0.0}, params)
-        async for _ in engine._alive().generate(tokens, sampling, tag):
-            pass
-        stored = await engine._rpc("speccache_take_capture", tag)
-        assert isinstance(stored, int), f"not every position was written: {stored}"
-
-    host.loop.run(run())
-    with build_store({"path": sc.config.store, "ram_bytes": 1}) as store:
-        kv = store.get(whole.key)
-        assert kv is not None
-        store.delete(whole.key)
-    return dataclasses.replace(kv, keys=kv.keys.clone(), values=kv.values.clone())
-
-
-def _probe_key(prompt: AssembledPrompt, selection: Selection | None) -> Any:
-    chosen = () if selection is None else tuple(selection.positions.tolist())
-    return hashlib.sha256(repr((prompt.token_ids, selection is None, chosen)).encode()).hexdigest()
+    """All keys and values that a request's prefill leaves in the engine's own cache, [L, T, H, D]."""
+    if sc.config.engine == "transformers":
+        from tests.parity.transformers_kv import written_kv as written
+    else:
+        from tests.parity.vllm_kv import written_kv as written
+    return written(sc, prompt, selection)
 
 
 def assert_kv_equal(found: ChunkKV, expected: ChunkKV, layers: slice = slice(None), atol: float = KV_ATOL) -> None:

@@ -27,6 +27,11 @@ POLICIES = ("speccache", "random", "full_reuse")
 THREE = prompt_of(CHUNKS)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm(sc: SpecCache) -> None:
+    sc.warm(CHUNKS, show_progress=False)
+
+
 @pytest.mark.parametrize("policy", ["speccache", "random"])
 @pytest.mark.parametrize("scoring", ["cached", "online"])
 def test_recompute_ratio_one_equals_plain_prefill(sc: SpecCache, policy: str, scoring: str) -> None:

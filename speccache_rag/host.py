@@ -41,7 +41,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._loop: LoopThread | None = None
         self._catalogue: Catalogue | None = None
-        self._libraries: dict[str, ChunkLibrary] = {}
+        self._libraries: dict[tuple[str | None, str | None], ChunkLibrary] = {}
         self._scorers: dict[str, SpeculativeScorer] = {}
 
     @property
@@ -83,17 +83,20 @@ class EngineHost:
         """The known chunks under a configuration's tenant and anchor."""
         facts = self.engine.facts
         with self._lock:
-            anchor = config.anchor if config.anchor is not None else self.tokenizer.header()
-            anchor_ids = self.tokenizer.assemble(anchor, [], add_bos=not self.tokenizer.has_chat_template).token_ids
-            namespace = Namespace(facts.fingerprint, facts.dtype, facts.rope, anchor_ids, config.tenant)
-            if namespace.digest not in self._libraries:
-                if self._catalogue is None:
-                    folder = self._config.store
-                    self._catalogue = Catalogue(str(Path(folder).expanduser() / "catalogue.sqlite") if folder else None)
-                self._libraries[namespace.digest] = ChunkLibrary(
-                    self.tokenizer, namespace, self._catalogue, anchor, facts.max_model_len
-                )
-            return self._libraries[namespace.digest]
+            library = self._libraries.get((config.tenant, config.anchor))
+            if library is None:
+                anchor = config.anchor if config.anchor is not None else self.tokenizer.header()
+                anchor_ids = self.tokenizer.assemble(anchor, [], add_bos=not self.tokenizer.has_chat_template).token_ids
+                namespace = Namespace(facts.fingerprint, facts.dtype, facts.rope, anchor_ids, config.tenant)
+                library = ChunkLibrary(self.tokenizer, namespace, self._open_catalogue(), anchor, facts.max_model_len)
+                self._libraries[config.tenant, config.anchor] = library
+            return library
+
+    def _open_catalogue(self) -> Catalogue:
+        if self._catalogue is None:
+            folder = self._config.store
+            self._catalogue = Catalogue(str(Path(folder).expanduser() / "catalogue.sqlite") if folder else None)
+        return self._catalogue
 
     def scorer(self, config: SpecCacheConfig) -> SpeculativeScorer | None:
         """The scorer over a configuration's speculative model, loaded once per process."""
@@ -119,6 +122,8 @@ class EngineHost:
             try:
                 loop.run(engine.start())
             except BaseException:
+                # The constructor may have opened something already.
+                loop.run(_close(engine))
                 loop.stop()
                 raise
             self._engine, self._loop = engine, loop

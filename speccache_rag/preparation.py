@@ -11,7 +11,7 @@ import numpy as np
 
 from speccache_rag.config import Scoring
 from speccache_rag.engines.base import EngineRequest, ReuseOutcome
-from speccache_rag.errors import ConfigurationError, ContextOverflow
+from speccache_rag.errors import ConfigurationError, ContextOverflow, PromptError
 from speccache_rag.library import ChunkLibrary
 from speccache_rag.prompt.alignment import align_scores
 from speccache_rag.prompt.assembly import PromptTokenizer
@@ -126,6 +126,8 @@ def prepare(
     started = time.perf_counter()
     text = prompt if isinstance(prompt, str) else tokenizer.render(prompt)
     assembled = tokenizer.assemble(text, library.match(text), add_bos=isinstance(prompt, str))
+    if not assembled.n_tokens:
+        raise PromptError("The prompt is empty.", hint="Pass some text, or at least one message.")
     if assembled.n_tokens >= max_model_len:
         raise ContextOverflow(
             f"The prompt has {assembled.n_tokens} tokens; the model's context is {max_model_len}, one of which the "

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -159,7 +159,7 @@ class SpecCache:
         recompute_ratio: float | None = None,
         scoring: Scoring | None = None,
         **sampling: Any,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """Like `generate`, piece by piece. Nothing runs before the first `next`; closing it frees the request."""
         prepared = self._prepare(prompt, policy, recompute_ratio, scoring, sampling)
         yield from self._open().loop.iterate(lambda: self._deltas(prepared))

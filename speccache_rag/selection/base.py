@@ -56,6 +56,22 @@ class SelectionPolicy(ABC):
         return Selection(np.unique(chosen).astype(np.int64), recompute_ratio, n)
 
 
+def chunk_scores(prompt: AssembledPrompt, scores: np.ndarray, what: str) -> np.ndarray:
+    """Of `scores` [T], those of chunk tokens, [N] in the order of `prompt.chunk_positions()`.
+
+    Raises:
+        ValueError: there is not one finite score for each; a hole is a mistake of the scorer and must not be ranked.
+    """
+    if scores.shape != (prompt.n_tokens,):
+        raise ValueError(f"{what} has shape {scores.shape}; the prompt has {prompt.n_tokens} tokens")
+    positions = prompt.chunk_positions()
+    chosen: np.ndarray = scores[positions]
+    bad = positions[~np.isfinite(chosen)]
+    if len(bad):
+        raise ValueError(f"{what} is not finite at {len(bad)} chunk tokens, the first at position {bad[0]}")
+    return chosen
+
+
 def budget(recompute_ratio: float, n_chunk_tokens: int) -> int:
     """K = ceil(rho * N). Guarded against float dust: 0.15 * 100 is 15, not 15.000000000000002."""
     return min(n_chunk_tokens, math.ceil(recompute_ratio * n_chunk_tokens - 1e-9))

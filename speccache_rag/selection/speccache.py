@@ -10,7 +10,7 @@ import numpy as np
 
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.selection import spans
-from speccache_rag.selection.base import Probe, SelectionPolicy, check_number
+from speccache_rag.selection.base import Probe, SelectionPolicy, check_number, chunk_scores
 from speccache_rag.types import AssembledPrompt
 
 
@@ -55,7 +55,7 @@ class SpecCachePolicy(SelectionPolicy):
         if budget <= 0 or budget >= n:
             # Nothing to rank: the probe, which may cost a forward pass, is not asked.
             return positions[: max(0, budget)]
-        importance = _chunk_importance(prompt, positions, probe)
+        importance = chunk_scores(prompt, probe.importance(), "importance")
         ranking = np.argsort(-importance, kind="stable")  # stable: ties by position
         chosen = np.zeros(n, dtype=bool)
         chosen[ranking[:budget]] = True
@@ -66,15 +66,3 @@ class SpecCachePolicy(SelectionPolicy):
         cap = math.ceil(min(n, (1 + self.completion_slack) * budget) - 1e-9)
         kept = ranking[chosen[ranking]][:cap]
         return np.sort(positions[kept])
-
-
-def _chunk_importance(prompt: AssembledPrompt, positions: np.ndarray, probe: Probe) -> np.ndarray:
-    """Importance of the chunk tokens [N]; a hole in it is a mistake of the scorer and must not be ranked silently."""
-    importance = probe.importance()
-    if importance.shape != (prompt.n_tokens,):
-        raise ValueError(f"importance has shape {importance.shape}; the prompt has {prompt.n_tokens} tokens")
-    scores: np.ndarray = importance[positions]
-    bad = positions[~np.isfinite(scores)]
-    if len(bad):
-        raise ValueError(f"importance is not finite at {len(bad)} chunk tokens, the first at position {bad[0]}")
-    return scores

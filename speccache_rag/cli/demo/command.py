@@ -103,9 +103,9 @@ def _compare_all(asker: Asker, questions: Sequence[str]) -> tuple[list[Compariso
 
     asker.rehearse(QUESTIONS[-1].text)
     comparisons = []
-    for question in questions:
+    for number, question in enumerate(questions, start=1):
         comparisons.append(asker.compare(question))
-        console().print(answers_table(comparisons[-1]))
+        console().print(answers_table(str(number), comparisons[-1]))
     return comparisons, asker.compare(comparisons[0].question, scoring="online")
 
 
@@ -115,7 +115,8 @@ def _summarise(comparisons: list[Comparison], online: Comparison) -> dict[str, A
     from speccache_rag.cli.demo.view import times_table, tokens_table
 
     speedup = median_speedup(comparisons)
-    rows = [(c.question, c) for c in comparisons] + [(f"{online.question} (scored online)", online)]
+    rows = [(str(number), comparison) for number, comparison in enumerate(comparisons, start=1)]
+    rows.append(("1, scored online", online))
     console().print(tokens_table(rows))
     console().print(times_table(rows, speedup))
     return {

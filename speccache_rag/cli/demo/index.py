@@ -74,7 +74,7 @@ def readme_chunks(
 ) -> list[BaseNode]:
     """The first `max_chunks` chunks of the READMEs, of at most `chunk_tokens` tokens, with ids from their content.
 
-    The package name helps retrieval and is hidden from the LLM, whose prompt then holds chunk texts alone.
+    The package name is metadata: LlamaIndex embeds it, and puts it in front of each chunk in the prompt, outside it.
     """
     splitter = SentenceSplitter(chunk_size=chunk_tokens, chunk_overlap=0, tokenizer=tokenize)
     nodes: dict[str, BaseNode] = {}
@@ -82,7 +82,6 @@ def readme_chunks(
         document = Document(
             text=readme.text,
             metadata={"package": f"{readme.package} {readme.version}"},
-            excluded_llm_metadata_keys=["package"],
         )
         for node in splitter.get_nodes_from_documents([document]):
             node.id_ = _content_id(node)

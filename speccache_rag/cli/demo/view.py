@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 COUNTS = ("matched", "loaded", "recomputed", "fresh", "missed")
 
 
-def answers_table(comparison: Comparison) -> Table:
+def answers_table(label: str, comparison: Comparison) -> Table:
     """Both answers side by side, with their times to first token."""
-    table = Table(title=Text(comparison.question, style="bold"), title_justify="left", show_lines=True, expand=True)
+    table = Table(
+        title=Text(f"{label}. {comparison.question}", style="bold"), title_justify="left", show_lines=True, expand=True
+    )
     table.add_column(f"full recompute, first token after {comparison.full.ttft_s:.2f} s", ratio=1)
     table.add_column(
         f"reuse, first token after {comparison.reuse.ttft_s:.2f} s ({comparison.speedup:.1f}x sooner)", ratio=1
@@ -48,7 +50,7 @@ def times_table(rows: list[tuple[str, Comparison]], median_speedup: float) -> Ta
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("question", max_width=40)
+    table.add_column("question", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right")
     return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, closing
 from typing import Any, TypeVar
 
@@ -31,19 +31,19 @@ def whole(completion: Completion, build: Build[R]) -> R:
     return build(completion.text, None, completion)
 
 
-def cumulate(deltas: Iterator[Delta], build: Build[R]) -> Generator[R, None, None]:
+def cumulate(deltas: Generator[Delta, None, None], build: Build[R]) -> Generator[R, None, None]:
     """One response for each delta, each with all text so far."""
     text = ""
-    with closing(deltas):  # type: ignore[type-var]  # a generator; leaving early frees the request
+    with closing(deltas):  # leaving early frees the request
         for delta in deltas:
             text += delta.text
             yield build(text, delta.text, delta.completion)
 
 
-async def acumulate(deltas: AsyncIterator[Delta], build: Build[R]) -> AsyncGenerator[R, None]:
+async def acumulate(deltas: AsyncGenerator[Delta, None], build: Build[R]) -> AsyncGenerator[R, None]:
     """`cumulate` for an asynchronous stream."""
     text = ""
-    async with aclosing(deltas):  # type: ignore[type-var]  # as above
+    async with aclosing(deltas):
         async for delta in deltas:
             text += delta.text
             yield build(text, delta.text, delta.completion)

@@ -4,4 +4,10 @@ from __future__ import annotations
 
 from speccache_rag.registry import Registry
 
-ENGINES = Registry("engine", {"vllm": "speccache_rag.engines.vllm.engine:VllmEngine"})
+ENGINES = Registry(
+    "engine",
+    {
+        "vllm": "speccache_rag.engines.vllm.engine:VllmEngine",
+        "transformers": "speccache_rag.engines.transformers.engine:TransformersEngine",
+    },
+)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 
 from speccache_rag.engines.base import ReuseOutcome
+from speccache_rag.engines.region import Region, fill_region
 from speccache_rag.engines.vllm.metadata import CaptureJob, ReuseJob, SpecCacheMetadata
 from speccache_rag.engines.vllm.paging import KVWriter, slots_of
 from speccache_rag.engines.vllm.recorder import CaptureBuffer, KVRecorder
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-logger = init_logger(__name__)
 
 KEPT_OUTCOMES = 1024
 """Outcomes nobody asked for (cancelled requests) are dropped beyond this many."""
@@ -69,61 +66,19 @@ class WorkerHalf:
         """Fill positions `job.computed .. job.end - 1`: stored KV where it is there and wanted, fresh KV elsewhere."""
         started = time.perf_counter()
         slots = slots_of(job.block_ids, self.block_size, job.end, self.device)
-        counts, positions = self._load(job, slots)
+        plan = job.plan
+        region = Region(job.token_ids, plan.chunks, plan.recompute, plan.region_end, job.end, job.computed)
+
+        def write(kv: ChunkKV, start: int, skip: int, length: int) -> None:
+            self.writer.write(kv, slots, start, skip, length)
+
+        positions, outcome = fill_region(region, self.store, write)
         loaded = time.perf_counter()
         self.prefill(job.token_ids, positions, job.block_ids, slots)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         done = time.perf_counter()
-        outcome = ReuseOutcome(**counts, load_s=loaded - started, recompute_s=done - loaded)
-        _remember(self._outcomes, job.plan.tag, outcome)
-
-    def _load(self, job: ReuseJob, slots: torch.Tensor) -> tuple[dict[str, Any], np.ndarray]:
-        """Write what the store has; returns token counts and the positions still to compute."""
-        compute = np.ones(job.end, dtype=bool)
-        in_chunk = np.zeros(job.end, dtype=bool)
-        missed = np.zeros(job.end, dtype=bool)
-        missed_keys = []
-        for key, start, length in job.plan.chunks:
-            length = min(length, job.end - start)
-            here = slice(start, start + length)
-            in_chunk[here] = True
-            skip = max(0, job.computed - start)
-            if skip >= length:
-                continue
-            kv = self._get(ChunkKey(key), job.token_ids[here])
-            if kv is None:
-                missed[here] = True
-                missed_keys.append(key)
-                continue
-            self.writer.write(kv, slots, start, skip, length)
-            compute[here] = False
-        for start, end in job.plan.recompute:
-            compute[start:end] = True
-        compute[: job.computed] = missed[: job.computed] = False
-        live = in_chunk & (np.arange(job.end) >= job.computed)
-        counts = {
-            "cached_tokens": job.computed,
-            "cached_chunk_tokens": int(in_chunk[: job.computed].sum()),
-            "loaded_tokens": int((live & ~compute).sum()),
-            # A prompt that ends inside a chunk leaves its last token to vLLM: recomputed too.
-            "recomputed_tokens": int((live & compute & ~missed).sum()) + job.plan.region_end - job.end,
-            "missed_tokens": int(missed.sum()),
-            "missed_keys": tuple(missed_keys),
-        }
-        return counts, np.flatnonzero(compute)
-
-    def _get(self, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
-        """Stored KV whose tokens are these; None counts as a miss. A broken store degrades to recompute."""
-        try:
-            kv = self.store.get(key)
-        except StoreError as error:
-            logger.warning("speccache: chunk %s is recomputed: %s", key[:12], error)
-            return None
-        if kv is not None and kv.token_ids[: len(token_ids)] != tuple(token_ids):
-            logger.warning("speccache: chunk %s holds other tokens than the prompt; it is recomputed.", key[:12])
-            return None
-        return kv
+        _remember(self._outcomes, plan.tag, replace(outcome, load_s=loaded - started, recompute_s=done - loaded))
 
     # Capture.
 

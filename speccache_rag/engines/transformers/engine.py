@@ -1,0 +1,193 @@
+"""The Transformers engine: the model in this process, on one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from speccache_rag.engines.base import CaptureRequest, CaptureResult, EngineDelta, EngineRequest, ModelFacts
+from speccache_rag.engines.proofs import TOLERANCE
+from speccache_rag.engines.transformers.cache import chunk_kv
+from speccache_rag.engines.transformers.generation import Generation
+from speccache_rag.engines.transformers.model import TargetModel
+from speccache_rag.engines.transformers.options import EngineOptions, checked, resolve_device
+from speccache_rag.engines.transformers.sampling import SamplingOptions
+from speccache_rag.engines.transformers.selfcheck import self_check
+from speccache_rag.engines.transformers.support import check_config
+from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
+from speccache_rag.factory import build_store
+from speccache_rag.fingerprint import model_fingerprint
+from speccache_rag.types import ChunkKey
+
+T = TypeVar("T")
+
+
+class TransformersEngine:
+    """`Engine` over a Transformers causal language model.
+
+    All model work runs on one thread, one step at a time: a prefill, a token, a capture. The event loop stays free, and
+    requests that run together take turns, a token each; they are not batched. It has no prefix cache of its own.
+
+    Chunk KV is a property of model, dtype, RoPE, anchor and tokens, not of who computed it: keys are the vLLM engine's,
+    and a store warmed by one engine serves the other.
+    """
+
+    def __init__(self, model: Path, options: dict[str, Any], store: dict[str, Any]) -> None:
+        """Check everything that can be checked without loading the weights.
+
+        Args:
+            model: a local model folder.
+            options: `EngineOptions` by name.
+            store: options of `factory.build_store`.
+
+        Raises:
+            UnsupportedModel, ConfigurationError, EngineStartError: see their messages.
+        """
+        self._path = model
+        self._options = checked(EngineOptions, "engine", options)
+        self._device = resolve_device(self._options.device)
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise EngineStartError(
+                f"Transformers cannot read the config of {str(model)!r}: {error}", hint=""
+            ) from error
+        check_config(str(model), config)
+        self._dtype = _dtype(self._options, config)
+        self.facts = _facts(model, config, self._dtype, _max_model_len(self._options, config))
+        self._store = build_store(store)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="speccache-transformers")
+        self._target: TargetModel | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Load the model and run the self-check.
+
+        Raises:
+            EngineStartError, UnsupportedModel, SelfCheckFailed: see their messages.
+        """
+        try:
+            self._target = await self._run(self._load)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> TargetModel:
+        target = TargetModel.load(
+            self._path,
+            device=self._device,
+            dtype=self._dtype,
+            max_model_len=self.facts.max_model_len,
+            attn_implementation=self._options.attn_implementation,
+        )
+        self_check(target)
+        return target
+
+    async def capture(self, request: CaptureRequest) -> CaptureResult:
+        """Compute and store one chunk's KV.
+
+        Raises:
+            StoreUnavailable: it could not be written.
+        """
+        target = self._alive()
+
+        def compute() -> CaptureResult:
+            chunk, anchor = request.chunk, request.anchor_ids
+            cache, _ = target.prefill([*anchor, *chunk.token_ids])
+            stored = self._store.put(chunk.key, chunk_kv(cache, chunk.token_ids, start=len(anchor)))
+            return CaptureResult(chunk.key, chunk.n_tokens, stored)
+
+        return await self._run(compute)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        """Serve a prompt; closing the iterator ends the work with the step that runs.
+
+        Raises:
+            ConfigurationError: bad sampling options.
+            PromptError: the prompt is empty or too long.
+        """
+        options = checked(SamplingOptions, "sampling", request.sampling)
+        generation = Generation(self._alive(), self._store, request, options)
+        finished = False
+        while not finished:
+            delta = await self._run(generation.step)
+            finished = delta.finished
+            yield delta
+
+    async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+        """bool [len(keys)]: whose KV is in the store."""
+        return np.array([self._store.contains(key) for key in keys], dtype=bool)
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing to forget: there is no prefix cache."""
+        self._alive()
+
+    def close(self) -> None:
+        """Give up model and store once the step that runs is done. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._target = None
+        # On the engine's thread, behind the step that may be using it; nobody waits for that.
+        self._thread.submit(self._store.close)
+        self._thread.shutdown(wait=False)
+
+    # Inside.
+
+    def _alive(self) -> TargetModel:
+        if self._target is None:
+            raise EngineClosed("The engine was closed." if self._closed else "The engine was not started.")
+        return self._target
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        if self._closed:
+            raise EngineClosed("The engine was closed.")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _dtype(options: EngineOptions, config: Any) -> torch.dtype:
+    text = config.get_text_config(decoder=True)
+    saved = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    dtype = saved if options.dtype == "auto" else getattr(torch, options.dtype)
+    if dtype not in TOLERANCE:
+        raise ConfigurationError(
+            f"The weights were saved as {dtype}, in which reuse is not proved.",
+            hint="Set dtype in engine_options: 'float32', 'bfloat16' or 'float16'.",
+        )
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _max_model_len(options: EngineOptions, config: Any) -> int:
+    text = config.get_text_config(decoder=True)
+    rope = text.rope_parameters
+    limit = int(text.max_position_embeddings)
+    if rope.get("rope_type") == "yarn" and "original_max_position_embeddings" in rope:
+        # A config may name the trained length only, and leave what YaRN makes of it to be computed.
+        limit = max(limit, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    if options.max_model_len is not None and options.max_model_len > limit:
+        raise ConfigurationError(
+            f"max_model_len is {options.max_model_len}; the model's own limit is {limit}.",
+            hint="Lower it, or leave it out.",
+        )
+    return options.max_model_len or limit
+
+
+def _facts(model: Path, config: Any, dtype: torch.dtype, max_model_len: int) -> ModelFacts:
+    quantization = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    rope = config.get_text_config(decoder=True).rope_parameters
+    return ModelFacts(
+        fingerprint=f"{model_fingerprint(model)}:{method}",
+        dtype=str(dtype).removeprefix("torch."),
+        rope=json.dumps(rope, sort_keys=True, default=str),
+        max_model_len=max_model_len,
+    )

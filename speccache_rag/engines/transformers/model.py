@@ -1,0 +1,141 @@
+"""The loaded target model: three ways to run tokens through it, and what is known about its KV."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
+
+from speccache_rag.engines.transformers.cache import KVShape, ReuseCache
+from speccache_rag.engines.transformers.support import check_model, kv_shape, rope_table
+from speccache_rag.errors import ConfigurationError, EngineStartError
+
+
+class TargetModel:
+    """A causal language model on its device. Not thread-safe: the engine gives it one thread."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, max_model_len: int) -> None:
+        """Find out what its KV looks like, and how its keys are rotated.
+
+        Raises:
+            UnsupportedModel: its KV cannot be reused; the message gives the reason.
+        """
+        name = type(model).__name__
+        check_model(name, model)
+        self.tokenizer: Tokenizer = tokenizer.backend_tokenizer
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.max_model_len = max_model_len
+        text: Any = model.config.get_text_config(decoder=True)
+        self.vocab_size = int(text.vocab_size)
+        self._model = model
+        self._additive_mask = model.config._attn_implementation == "eager"
+        # Only the last token's logits are needed, and the LM head over a whole prompt is expensive.
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._head: dict[str, int] = {"logits_to_keep": 1} if keeps else {}
+        self.rope = rope_table(model, max_model_len)
+        cache, _ = self.prefill([0, 0])
+        self.shape: KVShape = kv_shape(name, cache, int(text.num_hidden_layers), n_tokens=2)
+
+    @classmethod
+    def load(
+        cls, path: Path, *, device: torch.device, dtype: torch.dtype, max_model_len: int, attn_implementation: str
+    ) -> TargetModel:
+        """Load weights and tokenizer from a folder.
+
+        Raises:
+            EngineStartError: they cannot be loaded, or are not all there.
+            ConfigurationError: the tokenizer is not a fast one.
+            UnsupportedModel: see `__init__`.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
+            )
+            model, info = loaded
+            model = model.to(device).eval()
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+            raise EngineStartError(f"Transformers cannot load {str(path)!r} on {device}: {error}", hint="") from error
+        if info["missing_keys"]:
+            # Transformers would fill them with random numbers and go on.
+            missing = sorted(info["missing_keys"])
+            raise EngineStartError(
+                f"{len(missing)} weights are missing in {str(path)!r}, {missing[0]} among them.",
+                hint="Fetch the model again.",
+            )
+        if not tokenizer.is_fast:
+            raise ConfigurationError(
+                f"The tokenizer of {str(path)!r} is not a fast one.",
+                hint="Use a model whose folder holds a tokenizer.json.",
+            )
+        return cls(model, tokenizer, max_model_len)
+
+    def prefill(self, token_ids: Sequence[int]) -> tuple[DynamicCache, torch.Tensor]:
+        """Plain prefill, as Transformers does it: the cache, and the logits [V] of the last token."""
+        cache = DynamicCache()
+        return cache, self.extend(token_ids, 0, cache)
+
+    def extend(self, token_ids: Sequence[int], start: int, cache: Cache) -> torch.Tensor:
+        """Run tokens that follow the `start` ones in `cache`; returns the logits [V] of the last."""
+        return self._forward(token_ids, torch.arange(start, start + len(token_ids)), cache)
+
+    def recompute(
+        self, token_ids: Sequence[int], positions: np.ndarray, cache: ReuseCache, *, rope_offset: int = 0
+    ) -> None:
+        """Sparse prefill: compute `positions` (sorted, unique) of a region anew, over what `cache` holds for the rest.
+
+        In every layer all fresh rows are in their places before any query looks, so a token at position p sees exactly
+        the keys 0 .. p, fresh where they are recomputed and reused where they are not (design section 5).
+        `rope_offset` shifts only the angles of RoPE.
+        """
+        if len(positions) == 0:
+            return
+        chosen = torch.from_numpy(positions)
+        mask = causal_rows(chosen, len(token_ids))
+        with cache.scattering(chosen.to(self.shape.device)):
+            self._forward([token_ids[p] for p in positions.tolist()], chosen + rope_offset, cache, mask)
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that the clock can be read."""
+        if self.shape.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    @torch.no_grad()
+    def _forward(
+        self, token_ids: Sequence[int], positions: torch.Tensor, cache: Cache, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        device = self._model.device
+        if mask is not None:
+            mask = mask.to(device)
+            if self._additive_mask:
+                lowest = torch.finfo(self._model.dtype).min
+                mask = torch.zeros(mask.shape, dtype=self._model.dtype, device=device).masked_fill(~mask, lowest)
+        output = self._model(
+            input_ids=torch.tensor([list(token_ids)], device=device),
+            position_ids=positions[None].to(device),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **self._head,
+        )
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+
+def causal_rows(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """bool [1, 1, S, T]: the token at position p sees keys 0 .. p of `length`, and no other."""
+    return (torch.arange(length) <= positions[:, None])[None, None]
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """What ends an answer: the tokenizer's EOS, and those of the generation config (chat models have several)."""
+    configured: Any = getattr(model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(i) for i in (*several, tokenizer.eos_token_id) if i is not None)

@@ -1,0 +1,51 @@
+"""The KV a request writes into a running vLLM's paged cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+from vllm.inputs import TokensPrompt
+
+from speccache_rag import SpecCache
+from speccache_rag.engines.vllm.engine import VllmEngine
+from speccache_rag.engines.vllm.options import sampling_params
+from speccache_rag.engines.vllm.plan import PARAM, CapturePlan, ReusePlan
+from speccache_rag.factory import build_store
+from speccache_rag.types import AssembledPrompt, Chunk, ChunkKV, Selection
+
+
+def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | None) -> ChunkKV:
+    """All keys and values that a request's prefill wrote into vLLM's cache, [L, T, H, D]; the last write counts."""
+    host = sc._open()
+    engine = host.engine
+    assert isinstance(engine, VllmEngine)
+    whole = Chunk(_probe_key(prompt, selection), prompt.text, prompt.token_ids, prompt.offsets)
+    sc.reset_prefix_cache()
+
+    async def run() -> None:
+        tag = engine._tag()
+        params = CapturePlan(whole.key, 0, whole.n_tokens, tag).to_params()
+        tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+        if selection is not None:
+            plan = ReusePlan.of(prompt, selection, tag)
+            params[PARAM] = {**plan.to_params()[PARAM], **params[PARAM]}
+            tokens["cache_salt"] = plan.salt()
+        sampling = sampling_params({"max_tokens": 1, "temperature": 0.0}, params)
+        async for _ in engine._alive().generate(tokens, sampling, tag):
+            pass
+        stored = await engine._rpc("speccache_take_capture", tag)
+        assert isinstance(stored, int), f"not every position was written: {stored}"
+
+    host.loop.run(run())
+    with build_store({"path": sc.config.store, "ram_bytes": 1}) as store:
+        kv = store.get(whole.key)
+        assert kv is not None
+        store.delete(whole.key)
+    return dataclasses.replace(kv, keys=kv.keys.clone(), values=kv.values.clone())
+
+
+def _probe_key(prompt: AssembledPrompt, selection: Selection | None) -> Any:
+    chosen = () if selection is None else tuple(selection.positions.tolist())
+    return hashlib.sha256(repr((prompt.token_ids, selection is None, chosen)).encode()).hexdigest()

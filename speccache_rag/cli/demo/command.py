@@ -68,16 +68,13 @@ def demo(
     config = _config(options, folder / "chunks")
     with SpecCache.from_config(config) as not_started:
         tokenizer = not_started.tokenizer
-    if config.anchor is None:
-        config = config.model_copy(update={"anchor": anchor_for(tokenizer)})
+    config = config.model_copy(update={"anchor": config.anchor or anchor_for(tokenizer)})
+
+    def tokenize(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
 
     readmes = ordered(installed_readmes(), (question.package for question in QUESTIONS))
-    chunks = readme_chunks(
-        readmes,
-        lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-        max_chunks=max_chunks,
-        chunk_tokens=chunk_tokens,
-    )
+    chunks = readme_chunks(readmes, tokenize, max_chunks=max_chunks, chunk_tokens=chunk_tokens)
     note = messages().print
     note(f"[bold]1.[/] {len(chunks)} chunks from READMEs of installed packages; embedding new ones into Chroma")
     index = open_index(folder / "chroma", chunks, offline_embedding())

@@ -23,7 +23,9 @@ def explain_request(prepared: PreparedRequest) -> Explanation:
             action[here] = "recomputed" if selection is None else "loaded"
     if selection is not None:
         action[selection.positions] = "recomputed"
-    scores = prepared.probe.importance() if prepared.probe.used else np.full(prompt.n_tokens, np.nan)
+    scores = prepared.probe.scores
+    if scores is None:
+        scores = np.full(prompt.n_tokens, np.nan)
     tokens = tuple(
         TokenExplanation(
             position=i,

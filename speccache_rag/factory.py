@@ -9,6 +9,7 @@ from typing import Any
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.fingerprint import resolve_model
+from speccache_rag.layers import LayerRange
 from speccache_rag.scoring.speculative import SpeculativeScorer
 from speccache_rag.selection import POLICIES
 from speccache_rag.selection.base import SelectionPolicy
@@ -52,7 +53,7 @@ def build_store(options: Mapping[str, Any]) -> ChunkStore:
     return DiskStore(path)
 
 
-def build_scorer(config: SpecCacheConfig) -> SpeculativeScorer | None:
+def build_scorer(config: SpecCacheConfig, layers: LayerRange = "last_third") -> SpeculativeScorer | None:
     """The scorer over `config.speculative_model`, not yet loaded; None where no such model is configured.
 
     Raises:
@@ -60,7 +61,7 @@ def build_scorer(config: SpecCacheConfig) -> SpeculativeScorer | None:
     """
     if config.speculative_model is None:
         return None
-    return SpeculativeScorer(resolve_model(config.speculative_model))
+    return SpeculativeScorer(resolve_model(config.speculative_model), layers=layers)
 
 
 def _refuse_unknown(owner: str, options: Mapping[str, Any], known: list[str]) -> None:

@@ -16,6 +16,7 @@ from speccache_rag.engines.loop import LoopThread
 from speccache_rag.errors import EngineClosed
 from speccache_rag.factory import build_scorer
 from speccache_rag.fingerprint import resolve_model
+from speccache_rag.layers import LayerRange
 from speccache_rag.library import ChunkLibrary
 from speccache_rag.prompt.assembly import PromptTokenizer
 from speccache_rag.scoring.speculative import SpeculativeScorer
@@ -42,7 +43,7 @@ class EngineHost:
         self._loop: LoopThread | None = None
         self._catalogue: Catalogue | None = None
         self._libraries: dict[tuple[str | None, str | None], ChunkLibrary] = {}
-        self._scorers: dict[str, SpeculativeScorer] = {}
+        self._scorers: dict[tuple[str, LayerRange], SpeculativeScorer] = {}
 
     @property
     def model(self) -> Path:
@@ -98,17 +99,17 @@ class EngineHost:
             self._catalogue = Catalogue(str(Path(folder).expanduser() / "catalogue.sqlite") if folder else None)
         return self._catalogue
 
-    def scorer(self, config: SpecCacheConfig) -> SpeculativeScorer | None:
-        """The scorer over a configuration's speculative model, loaded once per process."""
+    def scorer(self, config: SpecCacheConfig, layers: LayerRange = "last_third") -> SpeculativeScorer | None:
+        """The scorer over a configuration's speculative model and these of its layers, loaded once per process."""
         name = config.speculative_model
         if name is None:
             return None
         with self._lock:
-            if name not in self._scorers:
-                scorer = build_scorer(config)
+            if (name, layers) not in self._scorers:
+                scorer = build_scorer(config, layers)
                 assert scorer is not None
-                self._scorers[name] = scorer
-            return self._scorers[name]
+                self._scorers[name, layers] = scorer
+            return self._scorers[name, layers]
 
     def _start(self) -> None:
         with self._lock:

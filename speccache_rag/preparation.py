@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from speccache_rag.companion import MissingKV, ScoringModels
 from speccache_rag.config import Scoring
 from speccache_rag.engines.base import EngineRequest, ReuseOutcome
-from speccache_rag.errors import ConfigurationError, ContextOverflow, PromptError
+from speccache_rag.errors import ContextOverflow, PromptError
+from speccache_rag.layers import LayerRange
 from speccache_rag.library import ChunkLibrary
 from speccache_rag.prompt.alignment import align_scores
 from speccache_rag.prompt.assembly import PromptTokenizer
@@ -26,33 +28,47 @@ Prompt = str | Sequence[Mapping[str, str]]
 class PromptProbe:
     """Answers a policy's questions about one prompt, and keeps the time that took."""
 
-    def __init__(
-        self, prompt: AssembledPrompt, library: ChunkLibrary, scorer: SpeculativeScorer | None, scoring: Scoring
-    ) -> None:
+    def __init__(self, prompt: AssembledPrompt, library: ChunkLibrary, models: ScoringModels, scoring: Scoring) -> None:
         self._prompt = prompt
         self._library = library
-        self._scorer = scorer
+        self._models = models
         self._scoring = scoring
-        self._importance: np.ndarray | None = None
+        self.scores: np.ndarray | None = None
+        """What was answered last, for `explain`; None if nothing was asked."""
+        self.scoring: str | None = None
+        """How: "online" or "cached" importance, "attended", "deviation"."""
         self.seconds = 0.0
 
-    @property
-    def used(self) -> bool:
-        """Whether anything was asked."""
-        return self._importance is not None
-
-    def importance(self) -> np.ndarray:
+    def importance(self, layers: LayerRange = "last_third") -> np.ndarray:
         """float32 [T] (see selection.base.Probe)."""
-        if self._importance is None:
-            if self._scorer is None:
-                raise ConfigurationError(
-                    "The policy asks for importance scores, and no speculative_model is configured.",
-                    hint="Pass speculative_model=..., or a policy that needs none (full_reuse, random).",
-                )
-            started = time.perf_counter()
-            self._importance = self._online(self._scorer) if self._scoring == "online" else self._cached(self._scorer)
-            self.seconds += time.perf_counter() - started
-        return self._importance
+
+        def score() -> np.ndarray:
+            scorer = self._models.scorer(layers)
+            return self._online(scorer) if self._scoring == "online" else self._cached(scorer)
+
+        return self._answer(self._scoring, score)
+
+    def kv_deviation(self, *, layer: int, of: Literal["value", "key"]) -> np.ndarray:
+        """float32 [T] (see selection.base.Probe)."""
+        return self._answer("deviation", lambda: self._models.kv_deviation(self._prompt, layer, of))
+
+    def query_attention(self, *, scorer: Literal["speculative", "target"], layers: LayerRange) -> np.ndarray:
+        """float32 [T] (see selection.base.Probe).
+
+        Where the speculative model lacks KV of some chunk, importance is scored online, and `scoring` says so.
+        """
+        try:
+            return self._answer("attended", lambda: self._models.query_attention(self._prompt, scorer, layers))
+        except MissingKV:
+            self._scoring = "online"
+            return self.importance(layers)
+
+    def _answer(self, scoring: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        started = time.perf_counter()
+        self.scores = compute()
+        self.seconds += time.perf_counter() - started
+        self.scoring = scoring
+        return self.scores
 
     def _online(self, scorer: SpeculativeScorer) -> np.ndarray:
         offsets, scores = scorer.score(self._prompt.text)
@@ -113,7 +129,7 @@ def prepare(
     policy_name: str,
     policy: SelectionPolicy,
     recompute_ratio: float,
-    scorer: SpeculativeScorer | None,
+    models: ScoringModels,
     scoring: Scoring,
     sampling: Mapping[str, Any],
 ) -> PreparedRequest:
@@ -134,7 +150,7 @@ def prepare(
             "answer needs."
         )
     usable, missing = _split(assembled, present)
-    probe = PromptProbe(usable, library, scorer, scoring)
+    probe = PromptProbe(usable, library, models, scoring)
     selection: Selection | None = None
     if policy.reuses and usable.placements:
         selection = policy.select(usable, recompute_ratio, probe)
@@ -144,7 +160,7 @@ def prepare(
         matched_tokens=assembled.n_chunk_tokens,
         chunks_matched=len(assembled.placements),
         policy=policy_name,
-        scoring=scoring if probe.used else None,
+        scoring=probe.scoring,
         recompute_ratio=recompute_ratio if policy.reuses else 1.0,
         effective_ratio=selection.effective_ratio if selection is not None else 1.0,
         score_s=probe.seconds,

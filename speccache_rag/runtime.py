@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
+from speccache_rag.companion import ScoringModels
 from speccache_rag.config import Scoring, SpecCacheConfig
 from speccache_rag.counters import Counters
 from speccache_rag.doctor import Check, examine
@@ -52,12 +53,14 @@ class SpecCache:
     def __init__(self, **options: Any) -> None:
         self.config = SpecCacheConfig.build(**options)
         policy = build_policy(self.config.policy, self.config.policy_options)
-        if policy.uses_importance and self.config.speculative_model is None:
+        if policy.needs_speculative_model and self.config.speculative_model is None:
             raise ConfigurationError(
                 f"Policy {self.config.policy!r} scores tokens with a speculative model, and none is configured.",
                 hint="Pass speculative_model=..., or a policy that needs none, such as policy='full_reuse'.",
             )
-        self._host: EngineHost | None = EngineHost.acquire(self.config)
+        host = EngineHost.acquire(self.config)
+        self._host: EngineHost | None = host
+        self._models = ScoringModels(host, self.config)
         self._counters = Counters()
         self._recapturing: set[ChunkKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
@@ -119,9 +122,20 @@ class SpecCache:
         host, library = self._open(), self._library
         chunks, n_texts = plan_warm(library, texts)
         scorer = host.scorer(self.config)
+        policy = build_policy(self.config.policy, self.config.policy_options)
+        speculative = WarmReport()
         with tqdm(total=len(chunks), desc="warm", unit="chunk", disable=not show_progress) as bar:
             report = host.loop.run(warm_chunks(host.engine, library, scorer, chunks, bar.update))
-        return replace(report, n_texts=n_texts, n_skipped=n_texts - report.n_captured)
+        if policy.needs_speculative_kv:
+            with tqdm(total=len(chunks), desc="warm speculative", unit="chunk", disable=not show_progress) as bar:
+                speculative = self._models.warm([chunk.text for chunk in chunks], bar.update)
+        return replace(
+            report,
+            n_texts=n_texts,
+            n_skipped=n_texts - report.n_captured,
+            speculative_bytes=speculative.captured_bytes,
+            seconds=report.seconds + speculative.seconds,
+        )
 
     # Generate.
 
@@ -226,6 +240,7 @@ class SpecCache:
         with self._lock:
             host, self._host = self._host, None
         if host is not None:
+            self._models.close()
             host.release()
 
     def __enter__(self) -> Self:
@@ -274,7 +289,7 @@ class SpecCache:
             policy_name=config.policy,
             policy=build_policy(config.policy, config.policy_options),
             recompute_ratio=config.recompute_ratio,
-            scorer=host.scorer(config),
+            models=self._models,
             scoring=config.scoring,
             sampling=sampling,
         )

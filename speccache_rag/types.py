@@ -225,6 +225,8 @@ class WarmReport:
     """Already in the store, or repeated in the input."""
     captured_tokens: int = 0
     captured_bytes: int = 0
+    speculative_bytes: int = 0
+    """KV that the speculative model keeps for itself, beside the target's; only some policies need it."""
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from speccache_rag.engines.base import CaptureRequest, Engine
+from speccache_rag.errors import PromptError
 from speccache_rag.library import ChunkLibrary
 from speccache_rag.scoring.speculative import SpeculativeScorer
 from speccache_rag.types import Chunk, WarmReport
@@ -22,11 +23,15 @@ def plan_warm(library: ChunkLibrary, texts: Iterable[str]) -> tuple[list[Chunk],
     """The distinct chunks of `texts`, and how many texts there were. Checks every text before any work is done.
 
     Raises:
-        EmptyChunk, ChunkTooLong: a text cannot be a chunk; the message says which.
+        EmptyChunk, ChunkTooLong, PromptError: a text cannot be a chunk; the message says which.
     """
+    if isinstance(texts, str):
+        raise PromptError(f"warm was given one text, {texts[:40]!r}...", hint="Pass a list of texts.")
     chunks: dict[str, Chunk] = {}
     n_texts = 0
     for text in texts:
+        if not isinstance(text, str):
+            raise PromptError(f"A chunk is {text!r}, which is no text.")
         chunk = library.chunk(text)
         chunks.setdefault(chunk.key, chunk)
         n_texts += 1

@@ -7,7 +7,7 @@ from speccache_rag.registry import Registry
 ENGINES = Registry(
     "engine",
     {
-        "vllm": "speccache_rag.engines.vllm.engine:VllmEngine",
+        "vllm": "speccache_rag.engines.vllm:vllm_engine",
         "transformers": "speccache_rag.engines.transformers.engine:TransformersEngine",
     },
 )

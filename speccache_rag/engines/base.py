@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from speccache_rag.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, Selection
 
 
@@ -102,6 +103,24 @@ class Engine(Protocol):
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         """Serve a prompt; closing the iterator frees the request."""
+        ...
+
+    async def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
+        """float32 [T]: squared L2 distance of stored from true KV at layer index `layer` (see selection.base.Probe).
+
+        NaN outside chunks, 0 in chunks without stored KV.
+
+        Raises:
+            ConfigurationError: the model has no such layer.
+        """
+        ...
+
+    async def query_attention(self, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
+        """float32 [T]: attention of the tokens after the reuse region on each token, over fully reused chunk KV.
+
+        The mean over those tokens of the maximum over heads and counted layers. They are the query; where the prompt
+        ends inside its last chunk, the last token stands for it.
+        """
         ...
 
     async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:

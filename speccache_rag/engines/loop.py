@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -28,10 +29,13 @@ class _End:
 class LoopThread:
     """Runs coroutines and async iterators on its own loop for callers anywhere else.
 
-    A caller that stops early (closes its iterator, is cancelled, is interrupted) cancels its work here.
+    A caller that stops early (closes its iterator, is cancelled, is interrupted) cancels its work here. Everybody who
+    waits when the loop is stopped, or comes later, gets EngineClosed.
     """
 
     def __init__(self, name: str) -> None:
+        self._lock = threading.Lock()
+        self._stopped = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -46,26 +50,41 @@ class LoopThread:
         Raises:
             EngineClosed: the loop was stopped.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._open(work))
+        future = self._submit(work)
         try:
             return future.result()
+        except CancelledError:
+            raise self._cancelled() from None
         except BaseException:
-            future.cancel()
+            if future.cancel():  # interrupted: the work had not ended
+                self._catch_up()
             raise
+
+    def _catch_up(self) -> None:
+        """Wait until the loop knows of a cancellation, so that it starts no more of that work."""
+        with contextlib.suppress(EngineClosed, TimeoutError):
+            self._submit(asyncio.sleep(0)).result(timeout=5)
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` from another event loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._open(work)))
+        future = self._submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self._cancelled() from None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Start `work` and do not wait for it; it must handle its own errors."""
-        asyncio.run_coroutine_threadsafe(work, self._open(work))
+        self._submit(work)
 
-    def iterate(self, source: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
+    def iterate(self, source: Callable[[], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
         """`source()`, consumed here, as an iterator for a thread. Nothing runs before the first `next`."""
         items: queue.SimpleQueue[_Item[T] | _End] = queue.SimpleQueue()
-        work = self._pump(source, items.put)
-        pump = asyncio.run_coroutine_threadsafe(work, self._open(work))
+        pump = self._submit(self._pump(source, items.put))
+        pump.add_done_callback(lambda done: items.put(self._end(done)))
         try:
             while isinstance(item := items.get(), _Item):
                 yield item.value
@@ -80,10 +99,12 @@ class LoopThread:
         items: asyncio.Queue[_Item[T] | _End] = asyncio.Queue()
 
         def emit(item: _Item[T] | _End) -> None:
-            there.call_soon_threadsafe(items.put_nowait, item)
+            # The consumer's loop may be gone, and then nobody waits.
+            with contextlib.suppress(RuntimeError):
+                there.call_soon_threadsafe(items.put_nowait, item)
 
-        work = self._pump(source, emit)
-        pump = asyncio.run_coroutine_threadsafe(work, self._open(work))
+        pump = self._submit(self._pump(source, emit))
+        pump.add_done_callback(lambda done: emit(self._end(done)))
         try:
             while isinstance(item := await items.get(), _Item):
                 yield item.value
@@ -93,27 +114,26 @@ class LoopThread:
             pump.cancel()
 
     @staticmethod
-    async def _pump(source: Callable[[], AsyncGenerator[T, None]], emit: Callable[[_Item[T] | _End], None]) -> None:
-        error: BaseException | None = None
-        try:
-            async with contextlib.aclosing(source()) as stream:
-                async for value in stream:
-                    emit(_Item(value))
-        except BaseException as caught:
-            # Handed to the consumer, who raises it. A cancelled pump has no consumer any more.
-            error = caught
-            if isinstance(caught, asyncio.CancelledError):
-                raise
-        finally:
-            # The consumer's loop may be gone, and then nobody waits.
-            with contextlib.suppress(RuntimeError):
-                emit(_End(error))
+    async def _pump(source: Callable[[], AsyncGenerator[T, None]], emit: Callable[[_Item[T]], None]) -> None:
+        async with contextlib.aclosing(source()) as stream:
+            async for value in stream:
+                emit(_Item(value))
+
+    def _end(self, pump: Future[None]) -> _End:
+        return _End(self._cancelled() if pump.cancelled() else pump.exception())
+
+    def _cancelled(self) -> Exception:
+        """What a caller is told whose work was cancelled, and not by the caller."""
+        return EngineClosed("The engine was closed.") if self._stopped else CancelledError()
 
     def stop(self) -> None:
         """Cancel what runs, stop the loop and its thread. Idempotent."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout=30)
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            ended = asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
+        ended.result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30)
         self._loop.close()
@@ -125,10 +145,13 @@ class LoopThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _open(self, work: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop:
-        if self._loop.is_closed() or threading.current_thread() is self._thread:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if threading.current_thread() is self._thread:
             work.close()
-            if self._loop.is_closed():
-                raise EngineClosed("The engine was closed.")
             raise RuntimeError("this would wait for its own event loop; await the coroutine instead")
-        return self._loop
+        # Under the lock, work is given either before `stop` looks for what to cancel, or never.
+        with self._lock:
+            if not self._stopped:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise EngineClosed("The engine was closed.")

@@ -61,7 +61,7 @@ def fill_region(region: Region, store: ChunkStore, write: Writer) -> tuple[np.nd
         skip = max(0, region.computed - start)
         if skip >= length:
             continue
-        kv = _get(store, ChunkKey(key), region.token_ids[here])
+        kv = stored_kv(store, ChunkKey(key), region.token_ids[here])
         if kv is None:
             missed[here] = True
             missed_keys.append(key)
@@ -85,7 +85,7 @@ def fill_region(region: Region, store: ChunkStore, write: Writer) -> tuple[np.nd
     return positions[compute], outcome
 
 
-def _get(store: ChunkStore, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
+def stored_kv(store: ChunkStore, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:
     """Stored KV whose tokens begin with these; None counts as a miss. A broken store degrades to recompute."""
     try:
         kv = store.get(key)

@@ -77,9 +77,10 @@ class PromptTokenizer:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise PromptError(
-                f"The chat template refuses these messages: {error}.", hint="Check their roles and their order."
+                f"The chat template refuses these messages: {error}.",
+                hint='Pass {"role": ..., "content": ...} each, and check their roles and their order.',
             ) from error
         return str(rendered)
 

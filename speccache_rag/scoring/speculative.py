@@ -19,10 +19,9 @@ from torch import nn
 
 from speccache_rag.errors import ConfigurationError, UnsupportedModel
 from speccache_rag.fingerprint import model_fingerprint
+from speccache_rag.layers import LayerRange, counted_layers
 from speccache_rag.types import Offsets
 
-_LAYER_SHARES = {"all": (1, 1), "last_two_thirds": (2, 3), "last_third": (1, 3)}
-"""Share of the layers, counted from the last, whose states are used."""
 _MAX_HEADER_TOKENS = 64
 
 
@@ -47,7 +46,7 @@ class SpeculativeScorer:
         self,
         model_path: Path,
         *,
-        layers: str = "last_third",
+        layers: LayerRange = "last_third",
         device: str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -56,10 +55,7 @@ class SpeculativeScorer:
         Raises:
             ConfigurationError: `layers` is unknown.
         """
-        if layers not in (*_LAYER_SHARES, "last"):
-            raise ConfigurationError(
-                f"Unknown scorer layers {layers!r}.", hint=f"Known: {', '.join((*_LAYER_SHARES, 'last'))}."
-            )
+        counted_layers(1, layers)  # refuses an unknown name before anything is loaded
         self.model_path = model_path
         self.layers = layers
         self.device = device
@@ -173,7 +169,7 @@ def _summed_norms(layers: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
             handle.remove()
 
 
-def _load(path: Path, layers: str, device: str, dtype: torch.dtype) -> _Loaded:
+def _load(path: Path, layers: LayerRange, device: str, dtype: torch.dtype) -> _Loaded:
     # Imported here: transformers takes seconds to import, and cached scores need no model.
     from transformers import AutoModel, AutoTokenizer
 
@@ -192,15 +188,7 @@ def _load(path: Path, layers: str, device: str, dtype: torch.dtype) -> _Loaded:
         )
     decoder = _decoder_layers(model)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return _Loaded(model, tokenizer, list(decoder)[-_n_deep(len(decoder), layers) :], limit or sys.maxsize)
-
-
-def _n_deep(n_layers: int, layers: str) -> int:
-    """How many layers, counted from the last, are deep: floor of the share, at least one."""
-    if layers == "last":
-        return 1
-    part, whole = _LAYER_SHARES[layers]
-    return max(1, n_layers * part // whole)
+    return _Loaded(model, tokenizer, [decoder[i] for i in counted_layers(len(decoder), layers)], limit or sys.maxsize)
 
 
 def _decoder_layers(model: nn.Module) -> nn.ModuleList:

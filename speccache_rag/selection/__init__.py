@@ -8,6 +8,9 @@ POLICIES = Registry(
     "policy",
     {
         "speccache": "speccache_rag.selection.speccache:SpecCachePolicy",
+        "attended": "speccache_rag.selection.attended:Attended",
+        "cacheblend": "speccache_rag.selection.cacheblend:CacheBlend",
+        "epic": "speccache_rag.selection.epic:Epic",
         "full_reuse": "speccache_rag.selection.baselines:FullReuse",
         "full_recompute": "speccache_rag.selection.baselines:FullRecompute",
         "random": "speccache_rag.selection.baselines:RandomSelection",

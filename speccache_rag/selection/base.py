@@ -5,24 +5,47 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
 from speccache_rag.errors import ConfigurationError
+from speccache_rag.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, Selection
 
 
 class Probe(Protocol):
     """What a policy may ask about a prompt. A policy pays only for what it asks."""
 
-    def importance(self) -> np.ndarray:
+    def importance(self, layers: LayerRange = "last_third") -> np.ndarray:
         """float32 [T] over prompt tokens: the speculative model's importance score I_i (paper section 2.2).
 
-        Tokens outside chunks may be NaN.
+        Tokens outside chunks may be NaN. `layers` are the layers whose norms are averaged.
 
         Raises:
             ConfigurationError: no speculative model is configured.
+        """
+        ...
+
+    def kv_deviation(self, *, layer: int, of: Literal["value", "key"]) -> np.ndarray:
+        """float32 [T] over prompt tokens: squared L2 distance between stored and true KV at `layer` of the target.
+
+        True KV is that of a full prefill of this prompt. Tokens outside chunks may be NaN. Costs the target's first
+        `layer + 1` layers over the whole reuse region; layer 0 never deviates.
+
+        Raises:
+            ConfigurationError: the model has no such layer.
+        """
+        ...
+
+    def query_attention(self, *, scorer: Literal["speculative", "target"], layers: LayerRange) -> np.ndarray:
+        """float32 [T] over prompt tokens: the attention that the query pays them in `layers` of the scoring model.
+
+        The mean over query tokens of the maximum over heads and layers of the attention probability, where the scorer
+        reuses its own chunk KV and runs only what is not in a chunk. Tokens outside chunks may be NaN.
+
+        Raises:
+            ConfigurationError: the scorer is "speculative" and no speculative model is configured.
         """
         ...
 
@@ -33,8 +56,16 @@ class SelectionPolicy(ABC):
 
     reuses: ClassVar[bool] = True
     """False where no stored KV is used at all, so that the engine prefills plainly."""
-    uses_importance: ClassVar[bool] = False
-    """True where `choose` asks for `probe.importance()`: such a policy needs a speculative model."""
+
+    @property
+    def needs_speculative_model(self) -> bool:
+        """True where `choose` asks the probe for something that a speculative model answers."""
+        return False
+
+    @property
+    def needs_speculative_kv(self) -> bool:
+        """True where the speculative model should have chunk KV of its own, made when chunks are warmed."""
+        return False
 
     @abstractmethod
     def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
@@ -70,6 +101,12 @@ def chunk_scores(prompt: AssembledPrompt, scores: np.ndarray, what: str) -> np.n
     if len(bad):
         raise ValueError(f"{what} is not finite at {len(bad)} chunk tokens, the first at position {bad[0]}")
     return chosen
+
+
+def top_k(prompt: AssembledPrompt, scores: np.ndarray, k: int) -> np.ndarray:
+    """Positions of the `k` chunk tokens with the largest of `scores` [N]; ties by position."""
+    ranking = np.argsort(-scores, kind="stable")
+    return prompt.chunk_positions()[ranking[:k]]
 
 
 def budget(recompute_ratio: float, n_chunk_tokens: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from speccache_rag.errors import ConfigurationError
+from speccache_rag.layers import LayerRange, counted_layers
 from speccache_rag.selection import spans
 from speccache_rag.selection.base import Probe, SelectionPolicy, check_number, chunk_scores
 from speccache_rag.types import AssembledPrompt
@@ -22,8 +22,6 @@ class SpecCachePolicy(SelectionPolicy):
     exactly, so the cap is ceil((1 + completion_slack) * K): this is the slack by which `choose` may pass its budget.
     """
 
-    uses_importance: ClassVar[bool] = True
-
     tau_smooth: float = 0.4
     """Relative change of importance below which neighbours share a span."""
     tau_cover: float = 0.7
@@ -34,6 +32,8 @@ class SpecCachePolicy(SelectionPolicy):
     """Share of K that completion may add."""
     complete: bool = True
     """False leaves span completion out (for ablations); the slack is then unused."""
+    layers: LayerRange = "last_third"
+    """Layers of the speculative model whose hidden norms are averaged."""
 
     def __post_init__(self) -> None:
         check_number("tau_smooth", self.tau_smooth, low=0)
@@ -42,6 +42,12 @@ class SpecCachePolicy(SelectionPolicy):
         check_number("completion_slack", self.completion_slack, low=0)
         if not isinstance(self.complete, bool):
             raise ConfigurationError(f"complete is {self.complete!r}; it must be true or false.")
+        counted_layers(1, self.layers)
+
+    @property
+    def needs_speculative_model(self) -> bool:
+        """True: it scores the tokens."""
+        return True
 
     def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
         """Positions by importance, int64; at most ceil((1 + completion_slack) * budget) of them.
@@ -55,7 +61,7 @@ class SpecCachePolicy(SelectionPolicy):
         if budget <= 0 or budget >= n:
             # Nothing to rank: the probe, which may cost a forward pass, is not asked.
             return positions[: max(0, budget)]
-        importance = chunk_scores(prompt, probe.importance(), "importance")
+        importance = chunk_scores(prompt, probe.importance(self.layers), "importance")
         ranking = np.argsort(-importance, kind="stable")  # stable: ties by position
         chosen = np.zeros(n, dtype=bool)
         chosen[ranking[:budget]] = True

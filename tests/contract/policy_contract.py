@@ -18,11 +18,17 @@ FRESH_ID, QUERY_TOKENS = 1, 5
 
 @dataclass(frozen=True)
 class FixedProbe:
-    """A probe over scores made beforehand."""
+    """A probe that answers every question with scores made beforehand."""
 
     scores: np.ndarray
 
-    def importance(self) -> np.ndarray:
+    def importance(self, layers: str = "last_third") -> np.ndarray:
+        return self.scores
+
+    def kv_deviation(self, *, layer: int, of: str) -> np.ndarray:
+        return self.scores
+
+    def query_attention(self, *, scorer: str, layers: str) -> np.ndarray:
         return self.scores
 
 

@@ -18,6 +18,26 @@ class TestSpecCacheWithoutSlack(PolicyContract):
     policy = build_policy("speccache", {"completion_slack": 0})
 
 
+class TestAttended(PolicyContract):
+    policy = build_policy("attended")
+
+
+class TestAttendedByTheTarget(PolicyContract):
+    policy = build_policy("attended", {"scorer": "target"})
+
+
+class TestCacheBlend(PolicyContract):
+    policy = build_policy("cacheblend")
+
+
+class TestCacheBlendOnKeys(PolicyContract):
+    policy = build_policy("cacheblend", {"of": "key"})
+
+
+class TestEpic(PolicyContract):
+    policy = build_policy("epic")
+
+
 class TestRandom(PolicyContract):
     policy = build_policy("random")
 

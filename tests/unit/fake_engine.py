@@ -137,6 +137,17 @@ class FakeScorer:
         return np.stack((starts, starts + 1), axis=1), np.array([ord(c) for c in text], dtype=np.float32)
 
 
+class FakeModels:
+    """Answers a probe with one scorer, whatever the layers."""
+
+    def __init__(self, scorer: FakeScorer | None) -> None:
+        self._scorer = scorer
+
+    def scorer(self, layers: str) -> FakeScorer:
+        assert self._scorer is not None, "nobody should ask"
+        return self._scorer
+
+
 def make_library(
     tokenizer: PromptTokenizer, catalogue: Catalogue | None = None, max_model_len: int = MAX_MODEL_LEN
 ) -> ChunkLibrary:

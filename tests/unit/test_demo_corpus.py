@@ -147,7 +147,7 @@ def test_the_demo_asks_each_question_twice_and_writes_the_record(runtime: FakeRu
     assert "Median speed-up of the time to first token: 3.0x" in result.stdout
 
     config = runtime.config
-    assert config.engine_options == {"max_model_len": 2048, "max_num_batched_tokens": 4096, "enforce_eager": True}
+    assert config.engine_options == {"max_model_len": 2048, "max_num_batched_tokens": 8192, "enforce_eager": True}
     assert config.store == str(tmp_path / "store" / "chunks")
     assert runtime.warmed
     assert runtime.closed

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from speccache_rag.companion import ScoringModels
+from speccache_rag.config import SpecCacheConfig
 from speccache_rag.engines.base import ReuseOutcome
 from speccache_rag.errors import ConfigurationError, ContextOverflow, PromptError
 from speccache_rag.explanation import explain_request
@@ -17,8 +20,8 @@ from speccache_rag.factory import build_policy
 from speccache_rag.library import ChunkLibrary
 from speccache_rag.preparation import PreparedRequest, prepare
 from speccache_rag.prompt.assembly import PromptTokenizer
-from speccache_rag.types import ChunkKey
-from tests.unit.fake_engine import MAX_MODEL_LEN, FakeEngine, FakeScorer, make_library
+from speccache_rag.types import AssembledPrompt, ChunkKey
+from tests.unit.fake_engine import MAX_MODEL_LEN, FakeEngine, FakeModels, FakeScorer, make_library
 
 A = "The mill of Arden was built in 1892 by masons from the north, and it burned down twice in forty years."
 B = "A bridge in Boro carries the road over the river; its third arch is younger than all the others are."
@@ -74,7 +77,9 @@ def prepare_for(
         "scoring": "cached",
         "sampling": {},
     }
-    return prepare(prompt, tokenizer=tokenizer, library=library, **{**options, **changes})
+    options.update(changes)
+    models: Any = FakeModels(options.pop("scorer"))
+    return prepare(prompt, tokenizer=tokenizer, library=library, models=models, **options)
 
 
 # The report adds up.
@@ -256,7 +261,8 @@ def test_cached_scoring_scores_each_chunk_alone_and_once(
         )
         assert prepared.report.scoring == "cached"
     assert scorer.calls == [(A, library.anchor), (B, library.anchor)]
-    importance = prepared.probe.importance()
+    importance = prepared.probe.scores
+    assert importance is not None
     first, _, again = prepared.prompt.placements
     assert np.array_equal(importance[first.start : first.end], importance[again.start : again.end])
     outside = np.setdiff1d(np.arange(prepared.prompt.n_tokens), prepared.prompt.chunk_positions())
@@ -274,7 +280,8 @@ def test_online_scoring_scores_the_prompt_once(
     assert prepared.report.scoring == "online"
     assert prepared.report.score_s > 0
     # A token is as important as its most important character.
-    offsets, importance = prepared.prompt.offsets, prepared.probe.importance()
+    offsets, importance = prepared.prompt.offsets, prepared.probe.scores
+    assert importance is not None
     expected = [max(map(ord, prepared.prompt.text[start:end])) for start, end in offsets.tolist()]
     assert importance.tolist() == expected
     assert len(scorer.calls) == 1
@@ -311,12 +318,20 @@ def test_nothing_is_scored_that_nobody_asks_for(
     prepare_for(tokenizer, library, engine, prompt_of(A), scorer=None, **options)  # nor is a scorer needed
 
 
-def test_scores_without_a_speculative_model_are_a_clear_error(
-    tokenizer: PromptTokenizer, library: ChunkLibrary, engine: FakeEngine
-) -> None:
-    with pytest.raises(ConfigurationError, match="no speculative_model is configured") as caught:
-        prepare_for(tokenizer, library, engine, prompt_of(A), policy="speccache", scorer=None)
-    assert "full_reuse" in caught.value.hint
+def test_scores_without_a_speculative_model_are_a_clear_error() -> None:
+    host: Any = SimpleNamespace(scorer=lambda config, layers: None)
+    models = ScoringModels(host, SpecCacheConfig(model="m", policy="full_reuse"))
+    for question in (
+        lambda: models.scorer("last_third"),
+        lambda: models.query_attention(prompt_with_nothing(), "speculative", "last_third"),
+    ):
+        with pytest.raises(ConfigurationError, match="none is configured") as caught:
+            question()
+        assert "full_reuse" in caught.value.hint
+
+
+def prompt_with_nothing() -> AssembledPrompt:
+    return AssembledPrompt("", (), np.empty((0, 2), dtype=np.int32), ())
 
 
 def test_a_cut_chunk_takes_the_scores_of_its_tokens(
@@ -409,5 +424,7 @@ def test_the_explanation_is_the_report_token_by_token(
     for token in explanation:
         assert (token.chunk is None) == (token.action == "fresh")
         assert token.token_id == prepared.prompt.token_ids[token.position]
-        scored = policy == "speccache" and token.action in ("loaded", "recomputed") and prepared.probe.used
+        scored = (
+            policy == "speccache" and token.action in ("loaded", "recomputed") and prepared.probe.scores is not None
+        )
         assert (token.score is not None) == scored

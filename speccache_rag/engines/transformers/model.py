@@ -86,6 +86,20 @@ class TargetModel:
         """Run tokens that follow the `start` ones in `cache`; returns the logits [V] of the last."""
         return self._forward(token_ids, torch.arange(start, start + len(token_ids)), cache)
 
+    def attend(self, token_ids: Sequence[int], start: int, cache: Cache) -> tuple[torch.Tensor, ...]:
+        """Like `extend`, and returns the attention probabilities [1, Hq, Q, T] of every layer."""
+        usual = self._model.config._attn_implementation
+        # Only the eager implementation has probabilities to show.
+        self._model.set_attn_implementation("eager")
+        try:
+            positions = torch.arange(start, start + len(token_ids))
+            attentions: tuple[torch.Tensor, ...] = self._output(
+                token_ids, positions, cache, output_attentions=True
+            ).attentions
+            return attentions
+        finally:
+            self._model.set_attn_implementation(usual)
+
     def recompute(
         self, token_ids: Sequence[int], positions: np.ndarray, cache: ReuseCache, *, rope_offset: int = 0
     ) -> None:
@@ -107,26 +121,36 @@ class TargetModel:
         if self.shape.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    @torch.no_grad()
     def _forward(
         self, token_ids: Sequence[int], positions: torch.Tensor, cache: Cache, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
+        logits: torch.Tensor = self._output(token_ids, positions, cache, mask).logits[0, -1]
+        return logits
+
+    @torch.no_grad()
+    def _output(
+        self,
+        token_ids: Sequence[int],
+        positions: torch.Tensor,
+        cache: Cache,
+        mask: torch.Tensor | None = None,
+        **options: bool,
+    ) -> Any:
         device = self._model.device
         if mask is not None:
             mask = mask.to(device)
             if self._additive_mask:
                 lowest = torch.finfo(self._model.dtype).min
                 mask = torch.zeros(mask.shape, dtype=self._model.dtype, device=device).masked_fill(~mask, lowest)
-        output = self._model(
+        return self._model(
             input_ids=torch.tensor([list(token_ids)], device=device),
             position_ids=positions[None].to(device),
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
             **self._head,
+            **options,
         )
-        logits: torch.Tensor = output.logits[0, -1]
-        return logits
 
 
 def causal_rows(positions: torch.Tensor, length: int) -> torch.Tensor:

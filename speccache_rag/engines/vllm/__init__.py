@@ -1,1 +1,22 @@
 """The vLLM engine: chunk KV reuse with selective recompute on stock vLLM, through its own extension points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from speccache_rag.engines.base import Engine
+from speccache_rag.engines.vllm.versions import check_version
+
+
+def vllm_engine(model: Path, options: dict[str, Any], store: dict[str, Any]) -> Engine:
+    """A `VllmEngine`. The version is checked first: another vLLM may not even have what the engine imports.
+
+    Raises:
+        UnsupportedVersion: vLLM is missing or outside the supported window.
+        UnsupportedModel, ConfigurationError, EngineStartError: see their messages.
+    """
+    check_version()
+    from speccache_rag.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(model, options, store)

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from speccache_rag.engines.vllm.lifeline import follow_parent, ignore_interrupts
 from speccache_rag.engines.vllm.metadata import SpecCacheMetadata
 from speccache_rag.engines.vllm.scheduler import SchedulerHalf
 from speccache_rag.engines.vllm.worker import WorkerHalf
@@ -32,7 +33,9 @@ class SpecCacheConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        ignore_interrupts()
         if role == KVConnectorRole.SCHEDULER:
+            follow_parent()
             self._scheduler = SchedulerHalf()
         else:
             self._worker = WorkerHalf(vllm_config, kv_cache_config)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
-import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from speccache_rag.engines.base import (
     CaptureRequest,
@@ -25,15 +27,19 @@ from speccache_rag.engines.base import (
     ModelFacts,
     ReuseOutcome,
 )
+from speccache_rag.engines.deviation import check_layer
+from speccache_rag.engines.proofs import probe_ids
 from speccache_rag.engines.vllm.options import engine_args, sampling_params
-from speccache_rag.engines.vllm.plan import CapturePlan, ReusePlan
-from speccache_rag.engines.vllm.selfcheck import PROBE_TOKENS
+from speccache_rag.engines.vllm.plan import CapturePlan, Inquiry, ReusePlan
 from speccache_rag.engines.vllm.support import check_config
-from speccache_rag.engines.vllm.versions import check_version
-from speccache_rag.errors import EngineClosed, EngineError, EngineStartError, SpecCacheError
+from speccache_rag.errors import ConfigurationError, EngineClosed, EngineError, EngineStartError, SpecCacheError
 from speccache_rag.factory import build_store
 from speccache_rag.fingerprint import model_fingerprint
-from speccache_rag.types import ChunkKey
+from speccache_rag.layers import LayerRange
+from speccache_rag.types import AssembledPrompt, ChunkKey, Selection
+
+SHUTDOWN_S = 60.0
+"""Seconds vLLM's processes get to end by themselves. They need 2 to 5; what hangs is killed after this."""
 
 
 class VllmEngine:
@@ -48,9 +54,8 @@ class VllmEngine:
             store: options of `factory.build_store`; the worker process opens it too.
 
         Raises:
-            UnsupportedVersion, UnsupportedModel, ConfigurationError: see their messages.
+            UnsupportedModel, ConfigurationError, EngineStartError: see their messages.
         """
-        check_version()
         self._args = engine_args(model, options, store)
         try:
             self._config: VllmConfig = self._args.create_engine_config()
@@ -78,7 +83,7 @@ class VllmEngine:
             raise EngineStartError(f"vLLM did not start: {error}", hint=hint) from error
         try:
             _raise(await self._rpc("speccache_attach"))
-            ids = self._probe_ids()
+            ids = probe_ids(self._config.model_config.get_vocab_size(), self.facts.max_model_len)
             await self._run_capture(CapturePlan("probe", 0, len(ids), self._tag(), probe=True), ids)
             _raise(await self._rpc("speccache_self_check", ids))
             await self.reset_prefix_cache()
@@ -118,14 +123,20 @@ class VllmEngine:
         params = sampling_params(request.sampling, plan.to_params() if plan else None)
         stream = self._alive().generate(prompt, params, tag)
         try:
-            async for output in stream:
-                yield await self._delta(output, tag, reused=plan is not None)
-        except EngineDeadError as error:
-            raise EngineError(
-                "vLLM's engine process died.", hint="Its log says why. Create a new SpecCache."
-            ) from error
+            with _vllm_errors():
+                async for output in stream:
+                    yield await self._delta(output, tag, reused=plan is not None)
         finally:
             await stream.aclose()
+
+    async def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
+        """float32 [T] (see engines.base.Engine)."""
+        check_layer(layer, self._config.model_config.hf_text_config.num_hidden_layers)
+        return await self._ask(prompt, Inquiry("kv_deviation", of=of, layer=layer))
+
+    async def query_attention(self, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
+        """float32 [T] (see engines.base.Engine)."""
+        return await self._ask(prompt, Inquiry("query_attention", layers=layers))
 
     async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
         """bool [len(keys)]: whose KV is in the store."""
@@ -143,7 +154,9 @@ class VllmEngine:
         self._closed = True
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            llm.shutdown()
+            # vLLM's default of 5 s is less than two processes need to end on a busy machine, and a process that is
+            # killed leaves its shared memory behind.
+            llm.shutdown(timeout=SHUTDOWN_S)
         if self._disk is not None:
             self._disk.close()
 
@@ -158,14 +171,29 @@ class VllmEngine:
         return f"speccache-{next(self._numbers)}"
 
     async def _rpc(self, method: str, *args: Any) -> Any:
-        return (await self._alive().collective_rpc(method, args=args))[0]
+        with _vllm_errors():
+            return (await self._alive().collective_rpc(method, args=args))[0]
+
+    async def _ask(self, prompt: AssembledPrompt, inquiry: Inquiry) -> np.ndarray:
+        nothing = Selection(np.empty(0, dtype=np.int64), 0.0, prompt.n_chunk_tokens)
+        plan = replace(ReusePlan.of(prompt, nothing, self._tag()), inquiry=inquiry)
+        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
+        request = TokensPrompt(prompt_token_ids=list(prompt.token_ids), cache_salt=plan.salt())
+        with _vllm_errors():
+            async for _ in self._alive().generate(request, params, plan.tag):
+                pass
+        answer = await self._rpc("speccache_take_answer", plan.tag)
+        if answer is None:
+            raise EngineError(f"vLLM ended the inquiry {inquiry.kind} without an answer.")
+        return np.frombuffer(answer, dtype="<f4").copy()
 
     async def _run_capture(self, plan: CapturePlan, token_ids: list[int]) -> None:
         params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
         # A row that vLLM's prefix cache serves is never written again, and so could not be recorded.
         params.skip_reading_prefix_cache = True
-        async for _ in self._alive().generate(TokensPrompt(prompt_token_ids=token_ids), params, plan.tag):
-            pass
+        with _vllm_errors():
+            async for _ in self._alive().generate(TokensPrompt(prompt_token_ids=token_ids), params, plan.tag):
+                pass
 
     async def _delta(self, output: RequestOutput, tag: str, *, reused: bool) -> EngineDelta:
         answer = output.outputs[0]
@@ -179,12 +207,18 @@ class VllmEngine:
             logprobs = [{i: entry.logprob for i, entry in token.items()} for token in answer.logprobs]
         return EngineDelta(answer.text, len(answer.token_ids), output.finished, answer.finish_reason, outcome, logprobs)
 
-    def _probe_ids(self) -> list[int]:
-        n = min(PROBE_TOKENS, self.facts.max_model_len - 2)
-        # Ordinary tokens are the low ids in every vocabulary; special ones come last.
-        high = max(2, int(self._config.model_config.get_vocab_size()) // 2)
-        generator = random.Random(0)
-        return [generator.randrange(1, high) for _ in range(n)]
+
+@contextmanager
+def _vllm_errors() -> Iterator[None]:
+    """vLLM's errors as ours."""
+    try:
+        yield
+    except VLLMClientError as error:
+        raise ConfigurationError(f"vLLM refuses this request: {error}", hint="") from error
+    except EngineGenerateError as error:
+        raise EngineError(f"vLLM could not serve this request: {error.__cause__!r}") from error
+    except EngineDeadError as error:
+        raise EngineError("vLLM's engine process died.", hint="Its log says why. Create a new SpecCache.") from error
 
 
 def _refuse_reimport() -> None:

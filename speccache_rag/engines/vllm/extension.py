@@ -49,6 +49,11 @@ class SpecCacheExtension:
         outcome = self._speccache().take_outcome(tag)
         return asdict(outcome) if outcome else None
 
+    def speccache_take_answer(self, tag: str) -> bytes | None:
+        """float32 [T] as bytes, the answer to an inquiry, given once."""
+        found = self._speccache().take_answer(tag)
+        return None if found is None else found.astype("<f4").tobytes()
+
     def speccache_take_capture(self, tag: str) -> int | dict[str, str] | None:
         """Stored bytes of a capture, or its error, given once; None if it did not complete."""
         result = self._speccache().take_capture(tag)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
@@ -15,6 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from speccache_rag.errors import ConfigurationError
 
@@ -72,6 +74,9 @@ def sampling_params(options: Mapping[str, Any], kv_transfer_params: Mapping[str,
         )
     extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
     try:
-        return SamplingParams(**given, output_kind=RequestOutputKind.DELTA, extra_args=extra)
-    except (ValueError, TypeError, ValidationError, VLLMClientError) as error:
+        params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA, extra_args=extra)
+        # What vLLM's engine process cannot read, such as a seed that is a string, would stop it for good.
+        MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
+    except (ValueError, TypeError, OverflowError, ValidationError, msgspec.MsgspecError, VLLMClientError) as error:
         raise ConfigurationError(f"Bad sampling options {given}: {error}", hint="") from error
+    return params

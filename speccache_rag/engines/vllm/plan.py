@@ -6,14 +6,28 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from speccache_rag.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, Selection
 
 PARAM = "speccache"
 """Our key in `kv_transfer_params`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """A question of a selection policy about a prompt (inquiry.py answers it)."""
+
+    kind: Literal["kv_deviation", "query_attention"]
+    of: Literal["value", "key"] = "value"
+    """kv_deviation: of what."""
+    layer: int = 1
+    """kv_deviation: at which layer index."""
+    layers: LayerRange = "last_third"
+    """query_attention: over which layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,8 @@ class ReusePlan:
     region_end: int
     tag: str = ""
     """Our name for the request in the worker: vLLM renames requests inside the engine."""
+    inquiry: Inquiry | None = None
+    """Answer this about the prompt instead of serving it."""
 
     @classmethod
     def of(cls, prompt: AssembledPrompt, selection: Selection, tag: str = "") -> ReusePlan:
@@ -42,6 +58,7 @@ class ReusePlan:
                 "recompute": [list(r) for r in self.recompute],
                 "region_end": self.region_end,
                 "tag": self.tag,
+                "inquiry": asdict(self.inquiry) if self.inquiry else None,
             }
         }
 
@@ -56,11 +73,14 @@ class ReusePlan:
             tuple((int(a), int(b)) for a, b in body["recompute"]),
             int(body["region_end"]),
             str(body["tag"]),
+            Inquiry(**body["inquiry"]) if body["inquiry"] else None,
         )
 
     def salt(self) -> str:
         """vLLM `cache_salt`: KV under this plan is approximate, so only the same plan may hit its prefix cache."""
-        text = json.dumps([self.chunks, self.recompute, self.region_end], separators=(",", ":"))
+        # What an inquiry leaves in its blocks is nothing that any request may find.
+        own = [self.tag] if self.inquiry else []
+        text = json.dumps([self.chunks, self.recompute, self.region_end, *own], separators=(",", ":"))
         return f"{PARAM}:{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class KVRecorder:
     def __init__(self, layers: Mapping[str, Attention]) -> None:
         self._impls: list[Any] = [layer.impl for layer in layers.values()]
         self._attached = False
+        self._sinks: list[Sink] = []
 
     def attach(self, sinks: Sequence[Sink]) -> None:
         """Start showing updates to `sinks`."""
@@ -32,6 +34,7 @@ class KVRecorder:
         for index, impl in enumerate(self._impls):
             impl.do_kv_cache_update = self._tap(index, impl.do_kv_cache_update, sinks)
         self._attached = True
+        self._sinks = list(sinks)
 
     def detach(self) -> None:
         """Stop. Idempotent."""
@@ -40,6 +43,17 @@ class KVRecorder:
                 # Removes our instance attribute; the class's method is underneath.
                 del impl.do_kv_cache_update
         self._attached = False
+        self._sinks = []
+
+    @contextmanager
+    def watching(self, sinks: Sequence[Sink]) -> Iterator[None]:
+        """Attached for the time of a `with`, besides whoever is attached already."""
+        before = self._sinks
+        self.attach([*before, *sinks])
+        try:
+            yield
+        finally:
+            self.attach(before) if before else self.detach()
 
     @staticmethod
     def _tap(index: int, update: Callable[..., None], sinks: Sequence[Sink]) -> Callable[..., None]:

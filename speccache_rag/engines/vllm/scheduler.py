@@ -33,9 +33,15 @@ class SchedulerHalf:
             self._capture[request.request_id] = (capture, ids)
 
     def promised_end(self, request: Request) -> int:
-        """End of what the worker fills: the reuse region, less the last prompt token, which vLLM must compute."""
+        """End of what the worker fills: the reuse region, less the last prompt token, which vLLM must compute.
+
+        An inquiry takes the whole prompt: the worker does all its work itself.
+        """
         plan = self._reuse.get(request.request_id)
-        return min(plan.region_end, request.num_prompt_tokens - 1) if plan else 0
+        if plan is None:
+            return 0
+        end = request.num_prompt_tokens if plan.inquiry else plan.region_end
+        return min(end, request.num_prompt_tokens - 1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens beyond vLLM's own prefix hit that need no scheduling. Free of side effects."""
@@ -46,8 +52,8 @@ class SchedulerHalf:
         if num_external_tokens <= 0:
             return
         end = self.promised_end(request)
-        token_ids = list(request.prompt_token_ids or [])[:end]
         plan = self._reuse[request.request_id]
+        token_ids = list(request.prompt_token_ids or [])[: None if plan.inquiry else end]
         job = ReuseJob(request.request_id, token_ids, block_ids, plan, end - num_external_tokens, end)
         self._jobs.append(job)
 

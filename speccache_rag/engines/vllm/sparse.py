@@ -9,6 +9,7 @@ ones.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +19,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from speccache_rag.engines.vllm.plan import runs
+
+
+class StopForward(Exception):
+    """Raised from inside a forward by who has seen enough of it; the batch ends there, the next one starts."""
 
 
 class SparsePrefill:
@@ -87,7 +92,8 @@ class SparsePrefill:
             for name in group.layer_names:
                 attention[name] = built
                 mapping[name] = slot_mapping
-        with set_forward_context(attention, self._config, num_tokens=len(positions), slot_mapping=mapping):
+        context = set_forward_context(attention, self._config, num_tokens=len(positions), slot_mapping=mapping)
+        with contextlib.suppress(StopForward), context:
             self._runner.model(input_ids=input_ids, positions=positions + rope_offset)
 
     def _metadata(

@@ -7,11 +7,13 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.model_executor.layers.attention import Attention
 
 from speccache_rag.engines.base import ReuseOutcome
 from speccache_rag.engines.region import Region, fill_region
+from speccache_rag.engines.vllm.inquiry import answer
 from speccache_rag.engines.vllm.metadata import CaptureJob, ReuseJob, SpecCacheMetadata
 from speccache_rag.engines.vllm.paging import KVWriter, slots_of
 from speccache_rag.engines.vllm.recorder import CaptureBuffer, KVRecorder
@@ -44,6 +46,7 @@ class WorkerHalf:
         self._watched: list[CaptureJob] = []
         self._results: OrderedDict[str, int | StoreError] = OrderedDict()
         self._outcomes: OrderedDict[str, ReuseOutcome] = OrderedDict()
+        self._answers: OrderedDict[str, np.ndarray] = OrderedDict()
 
     def attach(self, runner: GPUModelRunner) -> None:
         """Take the loaded model (called once, by the worker extension).
@@ -63,7 +66,13 @@ class WorkerHalf:
     # Reuse.
 
     def reuse(self, job: ReuseJob) -> None:
-        """Fill positions `job.computed .. job.end - 1`: stored KV where it is there and wanted, fresh KV elsewhere."""
+        """Fill positions `job.computed .. job.end - 1`: stored KV where it is there and wanted, fresh KV elsewhere.
+
+        An inquiry is answered instead.
+        """
+        if job.plan.inquiry:
+            _remember(self._answers, job.plan.tag, answer(self, job))
+            return
         started = time.perf_counter()
         slots = slots_of(job.block_ids, self.block_size, job.end, self.device)
         plan = job.plan
@@ -126,6 +135,10 @@ class WorkerHalf:
     def take_outcome(self, tag: str) -> ReuseOutcome | None:
         """What `reuse` did for a request, once; None if it had nothing to do."""
         return self._outcomes.pop(tag, None)
+
+    def take_answer(self, tag: str) -> np.ndarray | None:
+        """float32 [T], the answer to an inquiry, once."""
+        return self._answers.pop(tag, None)
 
     def take_capture(self, tag: str) -> int | StoreError | None:
         """Stored bytes of a capture, or why it could not be stored; None if it did not complete."""

@@ -1,0 +1,110 @@
+"""The models that answer a policy's questions: the target, and the speculative model with chunk KV of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from speccache_rag.config import SpecCacheConfig
+from speccache_rag.errors import ConfigurationError
+from speccache_rag.host import EngineHost
+from speccache_rag.layers import LayerRange
+from speccache_rag.library import ChunkLibrary
+from speccache_rag.prompt.alignment import align_scores
+from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.types import AssembledPrompt, WarmReport
+from speccache_rag.warming import plan_warm, warm_chunks
+
+
+class MissingKV(Exception):
+    """The speculative model has no KV of a chunk: it was warmed for another policy, or before it was configured."""
+
+
+class ScoringModels:
+    """What a `PromptProbe` asks. Engines start when first asked; `close` gives them up."""
+
+    def __init__(self, host: EngineHost, config: SpecCacheConfig) -> None:
+        self._host = host
+        self._config = config
+        self._lock = threading.Lock()
+        self._companion: EngineHost | None = None
+
+    def scorer(self, layers: LayerRange) -> SpeculativeScorer:
+        """The speculative model as a scorer of importance.
+
+        Raises:
+            ConfigurationError: no speculative model is configured.
+        """
+        found = self._host.scorer(self._config, layers)
+        if found is None:
+            raise _no_speculative_model()
+        return found
+
+    def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
+        """float32 [T], by the target (see engines.base.Engine)."""
+        return self._host.loop.run(self._host.engine.kv_deviation(prompt, layer, of))
+
+    def query_attention(
+        self, prompt: AssembledPrompt, scorer: Literal["speculative", "target"], layers: LayerRange
+    ) -> np.ndarray:
+        """float32 [T], by either model (see engines.base.Engine).
+
+        Raises:
+            ConfigurationError: the scorer is "speculative" and none is configured.
+            MissingKV: it is, and has no KV of some chunk.
+        """
+        if scorer == "target":
+            return self._host.loop.run(self._host.engine.query_attention(prompt, layers))
+        host, library = self._speculative()
+        matches = library.match(prompt.text)
+        own = host.tokenizer.assemble(prompt.text, matches)
+        keys = [match.chunk.key for match in matches]
+        known = {match.chunk.text for match in matches}
+        if any(placement.chunk.text not in known for placement in prompt.placements) or not all(
+            host.loop.run(host.engine.present(keys))
+        ):
+            raise MissingKV
+        attention = host.loop.run(host.engine.query_attention(own, layers))
+        return align_scores(own.offsets, attention, prompt.offsets)
+
+    def warm(self, texts: Sequence[str], advance: Callable[[], None]) -> WarmReport:
+        """Capture the texts' KV in the speculative model, under keys of its own in the same store."""
+        host, library = self._speculative()
+        chunks, _ = plan_warm(library, texts)
+        return host.loop.run(warm_chunks(host.engine, library, None, chunks, advance))
+
+    def close(self) -> None:
+        """Give up the speculative model's engine. Idempotent."""
+        with self._lock:
+            companion, self._companion = self._companion, None
+        if companion is not None:
+            companion.release()
+
+    def _speculative(self) -> tuple[EngineHost, ChunkLibrary]:
+        if self._config.speculative_model is None:
+            raise _no_speculative_model()
+        # Its chunks stand behind the same text as the target's, in its own tokens.
+        anchor = self._host.library(self._config).anchor
+        config = SpecCacheConfig.build(
+            model=self._config.speculative_model,
+            engine="transformers",
+            policy="full_reuse",
+            store=self._config.store,
+            ram_bytes=self._config.ram_bytes,
+            tenant=self._config.tenant,
+            anchor=anchor,
+        )
+        with self._lock:
+            if self._companion is None:
+                self._companion = EngineHost.acquire(config)
+            return self._companion, self._companion.library(config)
+
+
+def _no_speculative_model() -> ConfigurationError:
+    return ConfigurationError(
+        "The policy asks the speculative model, and none is configured.",
+        hint="Pass speculative_model=..., or a policy that needs none (epic, cacheblend, full_reuse, random).",
+    )

@@ -1,0 +1,47 @@
+"""What the question looks at: a query-aware sibling of the paper's score (docs/policies.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from speccache_rag.errors import ConfigurationError
+from speccache_rag.layers import LayerRange, counted_layers
+from speccache_rag.selection.base import Probe, SelectionPolicy, chunk_scores, top_k
+from speccache_rag.types import AssembledPrompt
+
+
+@dataclass(frozen=True)
+class Attended(SelectionPolicy):
+    """The K chunk tokens that the query attends to most in the deep layers of a scoring model.
+
+    The scorer reuses its own chunk KV and runs little more than the query, so it costs a forward pass of a few dozen
+    tokens, and it sees the question; a causal model's hidden norms at chunk tokens cannot.
+    """
+
+    scorer: Literal["speculative", "target"] = "speculative"
+    layers: LayerRange = "last_third"
+
+    def __post_init__(self) -> None:
+        if self.scorer not in ("speculative", "target"):
+            raise ConfigurationError(f"scorer is {self.scorer!r}; it must be 'speculative' or 'target'.")
+        counted_layers(1, self.layers)
+
+    @property
+    def needs_speculative_model(self) -> bool:
+        """True unless the target scores for itself."""
+        return self.scorer == "speculative"
+
+    @property
+    def needs_speculative_kv(self) -> bool:
+        """As `needs_speculative_model`."""
+        return self.needs_speculative_model
+
+    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
+        """Positions, int64, at most `budget`."""
+        if budget <= 0 or budget >= prompt.n_chunk_tokens:
+            return prompt.chunk_positions()[: max(0, budget)]
+        attention = probe.query_attention(scorer=self.scorer, layers=self.layers)
+        return top_k(prompt, chunk_scores(prompt, attention, "query attention"), budget)

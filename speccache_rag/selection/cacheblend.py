@@ -1,0 +1,37 @@
+"""CacheBlend: the tokens whose KV deviates most in an early layer (Yao et al., EuroSys 2025, arXiv 2405.16444)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from speccache_rag.errors import ConfigurationError
+from speccache_rag.selection.base import Probe, SelectionPolicy, check_number, chunk_scores, top_k
+from speccache_rag.types import AssembledPrompt
+
+
+@dataclass(frozen=True)
+class CacheBlend(SelectionPolicy):
+    """The K chunk tokens with the largest squared deviation of stored from true KV at layer index 1 of the target.
+
+    Values as in the authors' artifact, or keys as in LMCache. One selection for all layers, as both of them ship it;
+    the paper's gradual filtering from layer to layer is in neither. The query is always recomputed whole.
+    """
+
+    of: Literal["value", "key"] = "value"
+    layer: int = 1
+    """Layer index, from 0; layer 0 never deviates."""
+
+    def __post_init__(self) -> None:
+        check_number("layer", self.layer, low=1, whole=True)
+        if self.of not in ("value", "key"):
+            raise ConfigurationError(f"of is {self.of!r}; it must be 'value' or 'key'.")
+
+    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
+        """Positions, int64, at most `budget`."""
+        if budget <= 0 or budget >= prompt.n_chunk_tokens:
+            return prompt.chunk_positions()[: max(0, budget)]
+        deviation = probe.kv_deviation(layer=self.layer, of=self.of)
+        return top_k(prompt, chunk_scores(prompt, deviation, "KV deviation"), budget)

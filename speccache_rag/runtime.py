@@ -137,6 +137,10 @@ class SpecCache:
             seconds=report.seconds + speculative.seconds,
         )
 
+    async def awarm(self, texts: Iterable[str], show_progress: bool = True) -> WarmReport:
+        """`warm` for an event loop."""
+        return await asyncio.to_thread(self.warm, texts, show_progress)
+
     # Generate.
 
     def generate(

@@ -65,21 +65,6 @@ class LoopThread:
         with contextlib.suppress(EngineClosed, TimeoutError):
             self._submit(asyncio.sleep(0)).result(timeout=5)
 
-    async def arun(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` from another event loop."""
-        future = self._submit(work)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise self._cancelled() from None
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` and do not wait for it; it must handle its own errors."""
-        self._submit(work)
-
     def iterate(self, source: Callable[[], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
         """`source()`, consumed here, as an iterator for a thread. Nothing runs before the first `next`."""
         items: queue.SimpleQueue[_Item[T] | _End] = queue.SimpleQueue()

@@ -82,21 +82,6 @@ def test_run_raises_the_error_itself(loop: LoopThread) -> None:
     assert loop.run(answer()) == "test-loop"  # and goes on
 
 
-async def test_arun_gives_results_and_errors(loop: LoopThread) -> None:
-    assert await loop.arun(answer()) == "test-loop"
-    with pytest.raises(KeyError, match="of the work"):
-        await loop.arun(fail())
-
-
-def test_spawn_does_not_wait(loop: LoopThread) -> None:
-    started, ended = threading.Event(), threading.Event()
-    loop.spawn(forever(started, ended))
-    assert started.wait(SOON_S)
-    assert not ended.is_set()
-    loop.stop()
-    assert ended.is_set()
-
-
 def test_iterate_gives_all_values_in_order(loop: LoopThread) -> None:
     source = Source(100)
     assert list(loop.iterate(source)) == list(range(100))
@@ -131,7 +116,7 @@ def test_an_error_before_the_first_value_arrives_too(loop: LoopThread) -> None:
 async def test_nothing_starts_before_the_first_next(loop: LoopThread) -> None:
     source = Source()
     values, avalues = loop.iterate(source), loop.aiterate(source)
-    assert await loop.arun(answer()) == "test-loop"  # the loop had time for it
+    assert await asyncio.to_thread(loop.run, answer()) == "test-loop"  # the loop had time for it
     assert not source.started.is_set()
     assert next(values) == 0
     assert source.started.is_set()
@@ -200,16 +185,6 @@ async def test_cancelling_the_consuming_task_cancels_the_source(loop: LoopThread
     assert source.cancelled
 
 
-async def test_cancelling_arun_cancels_the_work(loop: LoopThread) -> None:
-    started, ended = threading.Event(), threading.Event()
-    task = asyncio.create_task(loop.arun(forever(started, ended)))
-    assert await asyncio.to_thread(started.wait, SOON_S)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await asyncio.to_thread(ended.wait, SOON_S)
-
-
 def test_a_consumer_whose_event_loop_ended_does_not_keep_the_source(loop: LoopThread) -> None:
     source = Source()
     kept = []
@@ -269,15 +244,11 @@ def test_stop_is_idempotent_and_final(loop: LoopThread) -> None:
     with pytest.raises(EngineClosed):
         loop.run(answer())
     with pytest.raises(EngineClosed):
-        loop.spawn(fail())
-    with pytest.raises(EngineClosed):
         next(loop.iterate(Source(1)))
 
 
 async def test_after_stop_async_callers_get_the_same_error(loop: LoopThread) -> None:
     loop.stop()
-    with pytest.raises(EngineClosed):
-        await loop.arun(answer())
     with pytest.raises(EngineClosed):
         await anext(loop.aiterate(Source(1)))
 
@@ -297,21 +268,18 @@ def test_stop_ends_what_runs_and_tells_who_waits(loop: LoopThread) -> None:
 
 
 async def test_stop_is_no_cancellation_of_async_callers(loop: LoopThread) -> None:
-    started, ended = threading.Event(), threading.Event()
     source = Source()
 
     async def consume() -> None:
         async for _ in loop.aiterate(source):
             pass
 
-    tasks = [asyncio.create_task(loop.arun(forever(started, ended))), asyncio.create_task(consume())]
-    assert await asyncio.to_thread(started.wait, SOON_S)
+    task = asyncio.create_task(consume())
     assert await asyncio.to_thread(source.started.wait, SOON_S)
     await asyncio.to_thread(loop.stop)
-    for task in tasks:
-        with pytest.raises(EngineClosed):
-            await asyncio.wait_for(task, SOON_S)
-        assert not task.cancelled()
+    with pytest.raises(EngineClosed):
+        await asyncio.wait_for(task, SOON_S)
+    assert not task.cancelled()
 
 
 def test_work_given_while_stopping_never_hangs() -> None:

@@ -1,0 +1,33 @@
+"""What a reuse request or an inquiry leaves in vLLM's prefix cache is found by its own kind only."""
+
+from __future__ import annotations
+
+import pytest
+
+from speccache_rag import SpecCache
+from tests.parity.engines import CHUNKS, ask, assert_same, difference, prepared, prompt_of
+
+pytestmark = pytest.mark.vllm
+
+THREE = prompt_of(CHUNKS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(sc: SpecCache) -> None:
+    sc.warm(CHUNKS, show_progress=False)
+
+
+def test_plans_of_one_prompt_that_recompute_differently_do_not_share(sc: SpecCache) -> None:
+    plain = ask(sc, THREE, policy="full_recompute")
+    reused = ask(sc, THREE, policy="full_reuse")
+    assert difference(reused, plain) > 1e-2, "reuse is exact here, so the law would show nothing"
+    assert_same(ask(sc, THREE, recompute_ratio=1.0, cold=False), plain)
+
+
+def test_reuse_does_not_find_what_an_inquiry_left(sc: SpecCache) -> None:
+    """An inquiry has the chunks and the selection of full reuse, and leaves exact KV in its scratch memory."""
+    reused = ask(sc, THREE, policy="full_reuse")
+    assert difference(reused, ask(sc, THREE, policy="full_recompute")) > 1e-2
+    sc.reset_prefix_cache()
+    sc._models.kv_deviation(prepared(sc, THREE, policy="full_reuse").request.prompt, 3, "value")
+    assert_same(ask(sc, THREE, policy="full_reuse", cold=False), reused)

@@ -12,6 +12,7 @@ from rich.text import Text
 from speccache_rag.cli.ask import ask
 from speccache_rag.cli.demo.command import demo
 from speccache_rag.cli.doctor import doctor
+from speccache_rag.cli.evaluate import evaluate
 from speccache_rag.cli.explain import explain
 from speccache_rag.cli.options import DEFAULT_STORE
 from speccache_rag.cli.warm import warm
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for command in (demo, warm, ask, explain, doctor):
     app.command()(command)
+app.command("eval")(evaluate)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from speccache_rag.engines.deviation import check_layer
 from speccache_rag.engines.proofs import TOLERANCE
 from speccache_rag.engines.transformers import inquiry
 from speccache_rag.engines.transformers.cache import chunk_kv
+from speccache_rag.engines.transformers.following import Followed, follow
 from speccache_rag.engines.transformers.generation import Generation
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.options import EngineOptions, checked, resolve_device
@@ -124,6 +125,13 @@ class TransformersEngine:
             delta = await self._run(generation.step)
             finished = delta.finished
             yield delta
+
+    async def follow(
+        self, request: EngineRequest, answer_ids: Sequence[int] | None = None, *, max_new_tokens: int = 16
+    ) -> Followed:
+        """A prompt's answer and its logits along a given one (see `follow`); for evaluation, not part of `Engine`."""
+        target = self._alive()
+        return await self._run(lambda: follow(target, self._store, request, answer_ids, max_new_tokens))
 
     async def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
         """float32 [T] (see engines.base.Engine)."""

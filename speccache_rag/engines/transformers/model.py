@@ -36,9 +36,8 @@ class TargetModel:
         self.vocab_size = int(text.vocab_size)
         self._model = model
         self._additive_mask = model.config._attn_implementation == "eager"
-        # Only the last token's logits are needed, and the LM head over a whole prompt is expensive.
-        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._head: dict[str, int] = {"logits_to_keep": 1} if keeps else {}
+        # Few logits are needed, and the LM head over a whole prompt is expensive.
+        self._can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.rope = rope_table(model, max_model_len)
         cache, _ = self.prefill([0, 0])
         self.shape: KVShape = kv_shape(name, cache, int(text.num_hidden_layers), n_tokens=2)
@@ -85,6 +84,12 @@ class TargetModel:
     def extend(self, token_ids: Sequence[int], start: int, cache: Cache) -> torch.Tensor:
         """Run tokens that follow the `start` ones in `cache`; returns the logits [V] of the last."""
         return self._forward(token_ids, torch.arange(start, start + len(token_ids)), cache)
+
+    def extend_all(self, token_ids: Sequence[int], start: int, cache: Cache) -> torch.Tensor:
+        """Like `extend`, and returns the logits of every token, [S, V]."""
+        positions = torch.arange(start, start + len(token_ids))
+        logits: torch.Tensor = self._output(token_ids, positions, cache, n_logits=len(token_ids)).logits[0]
+        return logits
 
     def attend(self, token_ids: Sequence[int], start: int, cache: Cache) -> tuple[torch.Tensor, ...]:
         """Like `extend`, and returns the attention probabilities [1, Hq, Q, T] of every layer."""
@@ -134,6 +139,8 @@ class TargetModel:
         positions: torch.Tensor,
         cache: Cache,
         mask: torch.Tensor | None = None,
+        *,
+        n_logits: int = 1,
         **options: bool,
     ) -> Any:
         device = self._model.device
@@ -148,7 +155,7 @@ class TargetModel:
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            **self._head,
+            **({"logits_to_keep": n_logits} if self._can_keep else {}),
             **options,
         )
 

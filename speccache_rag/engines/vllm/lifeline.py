@@ -27,7 +27,8 @@ def follow_parent() -> None:
     """In vLLM's engine process, watch the process above from now on.
 
     vLLM's workers watch the engine process, but nothing watches the process above it: killed by a signal it cannot
-    handle, it would leave the engine, its workers and their shared memory behind for good.
+    handle, it would leave the engine, its workers and their shared memory behind for good. (Before vLLM makes its
+    connectors, its own handshake with that process gives up after five minutes.)
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -1,0 +1,1 @@
+"""How close policies come to full recompute, on a data file of questions with their retrieved chunks."""

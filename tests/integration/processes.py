@@ -108,11 +108,11 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:
     """Whether `condition` came true in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
             return False
-        time.sleep(0.05)
+        time.sleep(pause)
     return True

@@ -29,7 +29,12 @@ def main(model, store, ending):
     if ending == "raise":
         raise RuntimeError("a mistake of the user")
     if ending == "interrupt":
-        sc.warm([f"Chunk {{i}} says that stone {{i * i}} lies in the river." for i in range(3000)], show_progress=False)
+        try:
+            sc.warm([f"Chunk {{i}} says that stone {{i * i}} lies there." for i in range(3000)], show_progress=False)
+        except KeyboardInterrupt:
+            sc.generate("The engine is still there.", max_tokens=1)
+            print("ANSWERED", flush=True)
+            raise
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
@@ -86,6 +91,7 @@ def test_ctrl_c_during_warm_ends_everything_and_keeps_what_was_stored(tiny_folde
         script.proceed()
         assert wait_until(lambda: len(list(store.glob("kv/*/*.safetensors"))) > 20, seconds=60)
         os.killpg(script.process.pid, signal.SIGINT)
+        script.expect("ANSWERED")  # a notebook goes on with the same engine
         assert script.end() == -signal.SIGINT
         assert "KeyboardInterrupt" in script.errors
         assert survivors(children) == []

@@ -267,7 +267,8 @@ def test_a_chunk_too_big_for_ram_is_refused_and_the_engine_lives(cramped: SpecCa
 def test_preempted_requests_give_the_answers_they_give_alone(cramped: SpecCache) -> None:
     cramped.warm(CHUNKS, show_progress=False)
     prompts = [prompt_of(texts) for texts in list(itertools.permutations(CHUNKS))[:5]]
-    policies = ("full_reuse", "full_recompute", "full_reuse", "random", "full_reuse")
+    # All of them reuse chunks, so whichever vLLM preempts shows.
+    policies = ("full_reuse", "random", "full_reuse", "random", "full_reuse")
     asks = [
         {"prompt": p, "policy": policy, "recompute_ratio": 0.3} for p, policy in zip(prompts, policies, strict=True)
     ]
@@ -279,11 +280,12 @@ def test_preempted_requests_give_the_answers_they_give_alone(cramped: SpecCache)
 
     answers = asyncio.run(together())
     fills = Counter(_in_worker(cramped, lambda half: half.filled))
-    assert max(fills.values()) > 1, "no request with reused chunks was preempted: the test shows nothing"
+    assert len(fills) == len(asks)
+    assert max(fills.values()) > 1, "no request was preempted: the test shows nothing"
     assert [answer.text for answer in answers] == [answer.text for answer in alone]
-    for answer, policy in zip(answers, policies, strict=True):
+    for answer in answers:
         report = answer.report
-        assert report.chunks_reused == (0 if policy == "full_recompute" else 3)
+        assert (report.chunks_reused, report.missed_tokens) == (3, 0)
         parts = ("cached", "loaded", "recomputed", "missed", "fresh")
         assert sum(getattr(report, f"{part}_tokens") for part in parts) == report.prompt_tokens
 

@@ -14,10 +14,13 @@ from tests.integration.processes import START_S, Script, shared_memory, survivor
 pytestmark = pytest.mark.vllm
 
 GUARDED = f"""
+import signal
 import sys
 from speccache_rag import SpecCache
 
 def main(model, store, ending):
+    # Whoever runs the tests as a background job passes SIGINT on ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sc = SpecCache(model=model, store=store, policy="full_reuse", engine_options={tiny_engine_options()!r})
     sc.warm(["The mill of Arden was built in 1892 by masons from the north."], show_progress=False)
     print("READY", flush=True)

@@ -15,7 +15,9 @@ from speccache_rag.selection.speccache import SpecCachePolicy
 
 def test_loads_a_builtin() -> None:
     assert POLICIES.load("speccache") is SpecCachePolicy
-    assert POLICIES.names() == sorted(["speccache", "full_reuse", "full_recompute", "random"])
+    assert POLICIES.names() == sorted(
+        ["speccache", "attended", "cacheblend", "epic", "full_reuse", "full_recompute", "random"]
+    )
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

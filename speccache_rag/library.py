@@ -83,7 +83,3 @@ class ChunkLibrary:
         aligned = align_scores(offsets, scores, chunk.offsets)
         self._catalogue.put_scores(chunk.key, scorer.identity, aligned)
         return aligned
-
-    def has_scores(self, chunk: Chunk, scorer: SpeculativeScorer) -> bool:
-        """Whether `scores` would compute nothing."""
-        return self._catalogue.scores(chunk.key, scorer.identity) is not None

@@ -218,7 +218,9 @@ async def test_a_stopped_run_is_taken_up_where_it_stopped(engine: FakeEngine, li
     assert known(library, TEXTS) == [True] * 5
 
 
-async def test_a_scorer_that_fails_stops_the_run_and_loses_no_kv(engine: FakeEngine, library: ChunkLibrary) -> None:
+async def test_a_scorer_that_fails_stops_the_run_and_loses_no_kv(
+    engine: FakeEngine, library: ChunkLibrary, catalogue: Catalogue
+) -> None:
     scorer = FakeScorer()
     scorer.fault = ConfigurationError("The speculative model cannot be loaded.")
     with pytest.raises(ConfigurationError) as caught:
@@ -229,8 +231,7 @@ async def test_a_scorer_that_fails_stops_the_run_and_loses_no_kv(engine: FakeEng
     scorer.fault = None
     report = await warm(engine, library, TEXTS, scorer)
     assert (report.n_captured, report.n_skipped) == (5 - done, done)
-    like: Any = scorer
-    assert all(library.has_scores(library.chunk(text), like) for text in TEXTS)
+    assert all(catalogue.scores(library.chunk(text).key, scorer.identity) is not None for text in TEXTS)
 
 
 async def test_a_cancelled_run_cancels_its_captures(engine: FakeEngine, library: ChunkLibrary) -> None:

@@ -25,24 +25,21 @@ class KVRecorder:
 
     def __init__(self, layers: Mapping[str, Attention]) -> None:
         self._impls: list[Any] = [layer.impl for layer in layers.values()]
-        self._attached = False
         self._sinks: list[Sink] = []
 
     def attach(self, sinks: Sequence[Sink]) -> None:
-        """Start showing updates to `sinks`."""
+        """Start showing updates to `sinks`, at least one."""
         self.detach()
         for index, impl in enumerate(self._impls):
             impl.do_kv_cache_update = self._tap(index, impl.do_kv_cache_update, sinks)
-        self._attached = True
         self._sinks = list(sinks)
 
     def detach(self) -> None:
         """Stop. Idempotent."""
-        if self._attached:
+        if self._sinks:
             for impl in self._impls:
                 # Removes our instance attribute; the class's method is underneath.
                 del impl.do_kv_cache_update
-        self._attached = False
         self._sinks = []
 
     @contextmanager
@@ -77,26 +74,26 @@ class CaptureBuffer:
         self._seen = torch.zeros(n_layers, len(token_ids), dtype=torch.bool)
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
-        self._wanted = torch.empty(0, dtype=torch.int64)
+        self._wanted = self._tokens = torch.empty(0, dtype=torch.int64)
 
     def expect(self, slots: torch.Tensor) -> None:
         """Slots of the chunk's tokens in this step; fewer than T while blocks are still being allocated."""
-        self._wanted = slots.cpu()
+        self._wanted, self._tokens = slots.cpu().sort()
 
     def record(self, index: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """A sink for `KVRecorder`."""
         here = slots[: keys.shape[0]].cpu()
-        order = torch.argsort(self._wanted)
-        wanted = self._wanted[order]
-        at = torch.searchsorted(wanted, here).clamp(max=max(0, len(wanted) - 1))
-        rows = torch.nonzero(wanted[at] == here).flatten() if len(wanted) else torch.empty(0, dtype=torch.int64)
+        if not len(self._wanted):
+            return
+        at = torch.searchsorted(self._wanted, here).clamp(max=len(self._wanted) - 1)
+        rows = torch.nonzero(self._wanted[at] == here).flatten()
         if not len(rows):
             return
         if self._keys is None or self._values is None:
             shape = (self._n_layers, len(self._token_ids), *keys.shape[1:])
             self._keys = torch.full(shape, float("nan"), dtype=keys.dtype)
             self._values = torch.full(shape, float("nan"), dtype=values.dtype)
-        tokens = order[at[rows]]
+        tokens = self._tokens[at[rows]]
         self._keys[index, tokens] = keys[rows].to("cpu")
         self._values[index, tokens] = values[rows].to("cpu")
         self._seen[index, tokens] = True

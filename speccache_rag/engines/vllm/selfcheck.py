@@ -64,9 +64,6 @@ def _recompute(
         worker.writer.write(over, slots, over.position, 0, n)
     buffer = CaptureBuffer(token_ids, 0, len(worker.layers))
     buffer.expect(slots)
-    worker.recorder.attach([buffer.record])
-    try:
+    with worker.recorder.watching([buffer.record]):
         worker.prefill(token_ids, positions, block_ids, slots, rope_offset=rope_offset)
-    finally:
-        worker.recorder.detach()
     return buffer.partial()

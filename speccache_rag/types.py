@@ -132,6 +132,11 @@ class Selection:
     """The ratio asked for; `effective_ratio` is what came of it."""
     n_chunk_tokens: int
 
+    @classmethod
+    def nothing(cls, prompt: AssembledPrompt) -> Selection:
+        """Recompute no chunk token of a prompt."""
+        return cls(np.empty(0, dtype=np.int64), 0.0, prompt.n_chunk_tokens)
+
     @property
     def effective_ratio(self) -> float:
         return len(self.positions) / self.n_chunk_tokens if self.n_chunk_tokens else 0.0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from speccache_rag.fingerprint import model_fingerprint
 from speccache_rag.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, Selection
 
@@ -23,6 +26,19 @@ class ModelFacts:
     """RoPE parameters as canonical JSON."""
     max_model_len: int
     """Tokens, prompt and answer together."""
+
+    @classmethod
+    def of(cls, model: Path, *, quantization: object, dtype: object, rope: object, max_model_len: int) -> ModelFacts:
+        """The facts of a model folder as an engine loads it.
+
+        Made here and nowhere else, because a store warmed by one engine serves the other only if both spell them alike.
+        """
+        return cls(
+            fingerprint=f"{model_fingerprint(model)}:{quantization}",
+            dtype=str(dtype).removeprefix("torch."),
+            rope=json.dumps(rope, sort_keys=True, default=str),
+            max_model_len=max_model_len,
+        )
 
 
 @dataclass(frozen=True, slots=True)

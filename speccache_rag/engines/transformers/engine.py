@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +26,6 @@ from speccache_rag.engines.transformers.selfcheck import self_check
 from speccache_rag.engines.transformers.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
 from speccache_rag.factory import build_store
-from speccache_rag.fingerprint import model_fingerprint
 from speccache_rag.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, ChunkKey
 
@@ -207,9 +205,4 @@ def _facts(model: Path, config: Any, dtype: torch.dtype, max_model_len: int) -> 
     quantization = getattr(config, "quantization_config", None) or {}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
     rope = config.get_text_config(decoder=True).rope_parameters
-    return ModelFacts(
-        fingerprint=f"{model_fingerprint(model)}:{method}",
-        dtype=str(dtype).removeprefix("torch."),
-        rope=json.dumps(rope, sort_keys=True, default=str),
-        max_model_len=max_model_len,
-    )
+    return ModelFacts.of(model, quantization=method, dtype=dtype, rope=rope, max_model_len=max_model_len)

@@ -27,14 +27,14 @@ def kv_deviation(
         target.extend(prompt.token_ids[: prompt.region_end], 0, cache)
     except _Enough as enough:
         true = enough.values if of == "value" else enough.keys
-        region = region_of(prompt, _nothing(prompt))
+        region = region_of(prompt, Selection.nothing(prompt))
         return kv_deviation_of(true[0].transpose(0, 1).float(), region, store, target.rope, layer, of)
     raise AssertionError(f"the model never wrote layer {layer} into its cache")
 
 
 def query_attention(target: TargetModel, store: ChunkStore, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
     """float32 [T] (see engines.base.Engine): all chunks reused, what is in none computed, then the query watched."""
-    region = region_of(prompt, _nothing(prompt))
+    region = region_of(prompt, Selection.nothing(prompt))
     cache = ReuseCache(target.shape, region.end)
 
     def write(kv: ChunkKV, start: int, skip: int, length: int) -> None:
@@ -70,7 +70,3 @@ class _Until(DynamicCache):
         if layer_idx == self._layer:
             raise _Enough(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-def _nothing(prompt: AssembledPrompt) -> Selection:
-    return Selection(np.empty(0, dtype=np.int64), 0.0, prompt.n_chunk_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
@@ -34,7 +34,6 @@ from speccache_rag.engines.vllm.plan import CapturePlan, Inquiry, ReusePlan
 from speccache_rag.engines.vllm.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineError, EngineStartError, SpecCacheError
 from speccache_rag.factory import build_store
-from speccache_rag.fingerprint import model_fingerprint
 from speccache_rag.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, ChunkKey, Selection
 
@@ -56,9 +55,9 @@ class VllmEngine:
         Raises:
             UnsupportedModel, ConfigurationError, EngineStartError: see their messages.
         """
-        self._args = engine_args(model, options, store)
+        args = engine_args(model, options, store)
         try:
-            self._config: VllmConfig = self._args.create_engine_config()
+            self._config: VllmConfig = args.create_engine_config()
         except (ValueError, RuntimeError, OSError) as error:
             raise EngineStartError(f"vLLM refuses the configuration of {model}: {error}", hint="") from error
         check_config(self._config)
@@ -175,13 +174,10 @@ class VllmEngine:
             return (await self._alive().collective_rpc(method, args=args))[0]
 
     async def _ask(self, prompt: AssembledPrompt, inquiry: Inquiry) -> np.ndarray:
-        nothing = Selection(np.empty(0, dtype=np.int64), 0.0, prompt.n_chunk_tokens)
-        plan = replace(ReusePlan.of(prompt, nothing, self._tag()), inquiry=inquiry)
+        plan = replace(ReusePlan.of(prompt, Selection.nothing(prompt), self._tag()), inquiry=inquiry)
         params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
         request = TokensPrompt(prompt_token_ids=list(prompt.token_ids), cache_salt=plan.salt())
-        with _vllm_errors():
-            async for _ in self._alive().generate(request, params, plan.tag):
-                pass
+        await self._run_through(request, params, plan.tag)
         answer = await self._rpc("speccache_take_answer", plan.tag)
         if answer is None:
             raise EngineError(f"vLLM ended the inquiry {inquiry.kind} without an answer.")
@@ -191,8 +187,12 @@ class VllmEngine:
         params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
         # A row that vLLM's prefix cache serves is never written again, and so could not be recorded.
         params.skip_reading_prefix_cache = True
+        await self._run_through(TokensPrompt(prompt_token_ids=token_ids), params, plan.tag)
+
+    async def _run_through(self, prompt: TokensPrompt, params: SamplingParams, tag: str) -> None:
+        """Run a request for what the worker does on its way; its answer is nobody's."""
         with _vllm_errors():
-            async for _ in self._alive().generate(TokensPrompt(prompt_token_ids=token_ids), params, plan.tag):
+            async for _ in self._alive().generate(prompt, params, tag):
                 pass
 
     async def _delta(self, output: RequestOutput, tag: str, *, reused: bool) -> EngineDelta:
@@ -232,11 +232,11 @@ def _refuse_reimport() -> None:
 
 def _facts(model: Path, config: VllmConfig) -> ModelFacts:
     settings = config.model_config
-    rope = getattr(settings.hf_text_config, "rope_parameters", None)
-    return ModelFacts(
-        fingerprint=f"{model_fingerprint(model)}:{settings.quantization}",
-        dtype=str(settings.dtype).removeprefix("torch."),
-        rope=json.dumps(rope, sort_keys=True, default=str),
+    return ModelFacts.of(
+        model,
+        quantization=settings.quantization,
+        dtype=settings.dtype,
+        rope=getattr(settings.hf_text_config, "rope_parameters", None),
         max_model_len=int(settings.max_model_len),
     )
 

@@ -30,7 +30,7 @@ class ScoringModels:
         self._host = host
         self._config = config
         self._lock = threading.Lock()
-        self._companion: EngineHost | None = None
+        self._companion: tuple[EngineHost, ChunkLibrary] | None = None
 
     def scorer(self, layers: LayerRange) -> SpeculativeScorer:
         """The speculative model as a scorer of importance.
@@ -81,26 +81,30 @@ class ScoringModels:
         with self._lock:
             companion, self._companion = self._companion, None
         if companion is not None:
-            companion.release()
+            companion[0].release()
 
     def _speculative(self) -> tuple[EngineHost, ChunkLibrary]:
         if self._config.speculative_model is None:
             raise _no_speculative_model()
-        # Its chunks stand behind the same text as the target's, in its own tokens.
-        anchor = self._host.library(self._config).anchor
-        config = SpecCacheConfig.build(
-            model=self._config.speculative_model,
-            engine="transformers",
-            policy="full_reuse",
-            store=self._config.store,
-            ram_bytes=self._config.ram_bytes,
-            tenant=self._config.tenant,
-            anchor=anchor,
-        )
         with self._lock:
             if self._companion is None:
-                self._companion = EngineHost.acquire(config)
-            return self._companion, self._companion.library(config)
+                config = SpecCacheConfig.build(
+                    model=self._config.speculative_model,
+                    engine="transformers",
+                    policy="full_reuse",
+                    store=self._config.store,
+                    ram_bytes=self._config.ram_bytes,
+                    tenant=self._config.tenant,
+                    # Its chunks stand behind the same text as the target's, in its own tokens.
+                    anchor=self._host.library(self._config).anchor,
+                )
+                host = EngineHost.acquire(config)
+                try:
+                    self._companion = host, host.library(config)
+                except BaseException:
+                    host.release()
+                    raise
+            return self._companion
 
 
 def _no_speculative_model() -> ConfigurationError:

@@ -52,8 +52,8 @@ class SpecCache:
 
     def __init__(self, **options: Any) -> None:
         self.config = SpecCacheConfig.build(**options)
-        policy = build_policy(self.config.policy, self.config.policy_options)
-        if policy.needs_speculative_model and self.config.speculative_model is None:
+        self._policy = build_policy(self.config.policy, self.config.policy_options)
+        if self._policy.needs_speculative_model and self.config.speculative_model is None:
             raise ConfigurationError(
                 f"Policy {self.config.policy!r} scores tokens with a speculative model, and none is configured.",
                 hint="Pass speculative_model=..., or a policy that needs none, such as policy='full_reuse'.",
@@ -122,11 +122,10 @@ class SpecCache:
         host, library = self._open(), self._library
         chunks, n_texts = plan_warm(library, texts)
         scorer = host.scorer(self.config)
-        policy = build_policy(self.config.policy, self.config.policy_options)
         speculative = WarmReport()
         with tqdm(total=len(chunks), desc="warm", unit="chunk", disable=not show_progress) as bar:
             report = host.loop.run(warm_chunks(host.engine, library, scorer, chunks, bar.update))
-        if policy.needs_speculative_kv:
+        if self._policy.needs_speculative_kv:
             with tqdm(total=len(chunks), desc="warm speculative", unit="chunk", disable=not show_progress) as bar:
                 speculative = self._models.warm([chunk.text for chunk in chunks], bar.update)
         return replace(

@@ -21,7 +21,7 @@ from speccache_rag.companion import ScoringModels
 from speccache_rag.config import Scoring, SpecCacheConfig
 from speccache_rag.counters import Counters
 from speccache_rag.doctor import Check, examine
-from speccache_rag.errors import ConfigurationError, EngineClosed, SpecCacheError
+from speccache_rag.errors import ChunkTooLong, ConfigurationError, EmptyChunk, EngineClosed, SpecCacheError
 from speccache_rag.explanation import explain_request
 from speccache_rag.factory import build_policy
 from speccache_rag.host import EngineHost
@@ -62,6 +62,7 @@ class SpecCache:
         self._host: EngineHost | None = host
         self._models = ScoringModels(host, self.config)
         self._counters = Counters()
+        self._announced: list[str] = []
         self._recapturing: set[ChunkKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._lock = threading.Lock()
@@ -139,6 +140,18 @@ class SpecCache:
     async def awarm(self, texts: Iterable[str], show_progress: bool = True) -> WarmReport:
         """`warm` for an event loop."""
         return await asyncio.to_thread(self.warm, texts, show_progress)
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Tell which chunks a prompt will soon hold, typically what a retriever just returned. Returns at once.
+
+        Stored KV is read into memory while the prompt is still being made. Texts not seen before become known: the
+        first prompt that holds one computes it, and its KV is captured afterwards. Empty and too long texts are
+        passed over, as they would be in a prompt. Before the engine runs, texts are kept for its start.
+        """
+        with self._lock:
+            self._announced += texts
+        if self._open().running:
+            self._learn_announced()
 
     # Generate.
 
@@ -265,6 +278,22 @@ class SpecCache:
     def _library(self) -> ChunkLibrary:
         return self._open().library(self.config)
 
+    def _learn_announced(self) -> None:
+        with self._lock:
+            texts, self._announced = self._announced, []
+        host, library = self._open(), self._library
+        keys = []
+        for text in dict.fromkeys(texts):
+            try:
+                chunk = library.chunk(text)
+            except (EmptyChunk, ChunkTooLong) as error:
+                logger.debug("not announced as a chunk: %s", error)
+                continue
+            library.learn(chunk)
+            keys.append(chunk.key)
+        if keys:
+            host.loop.run(host.engine.prefetch(keys))
+
     def _prepare(
         self,
         prompt: Prompt,
@@ -274,6 +303,7 @@ class SpecCache:
         sampling: Mapping[str, Any],
     ) -> PreparedRequest:
         host, library = self._open(), self._library
+        self._learn_announced()
         given = {"policy": policy, "recompute_ratio": recompute_ratio, "scoring": scoring}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if policy not in (None, self.config.policy):

@@ -22,9 +22,19 @@ NO_NETWORK = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-docs", action="store_true", help="write the tables in docs/ that tests measure")
+
+
 def pytest_configure() -> None:
     # Before collection: these are read once, when the libraries are imported.
     os.environ.update(NO_NETWORK)
+
+
+@pytest.fixture(scope="session")
+def update_docs(request: pytest.FixtureRequest) -> bool:
+    """Whether measured tables are written to docs/ (tests/doc_tables.py)."""
+    return bool(request.config.getoption("--update-docs"))
 
 
 @pytest.fixture(scope="session")

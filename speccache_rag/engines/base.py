@@ -143,6 +143,10 @@ class Engine(Protocol):
         """bool [len(keys)]: whose KV is in the store."""
         ...
 
+    async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to read stored KV into memory, and return: what is asked for next is then there, or on its way."""
+        ...
+
     async def reset_prefix_cache(self) -> None:
         """Forget the engine's own prefix cache (for measurements); stored chunk KV stays."""
         ...

@@ -94,6 +94,10 @@ class ChunkStore(ABC):
     def contains(self, key: ChunkKey) -> bool:
         """Whether the key is present; its bytes are not verified."""
 
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to bring chunks nearer, where there is a nearer place; returns at once, raises nothing."""
+        return None
+
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
         """Remove a chunk; False where it was not present."""

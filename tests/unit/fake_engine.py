@@ -50,6 +50,7 @@ class FakeEngine:
         self.start_fault: BaseException | None = None
         self.capture_s = self.answer_s = 0.0
         self.captured: list[CaptureRequest] = []
+        self.prefetched: list[ChunkKey] = []
         self.in_flight = self.most_in_flight = 0
         self.started = self.closed = False
         self.thread = ""
@@ -84,6 +85,10 @@ class FakeEngine:
     async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
         self._check()
         return np.array([key in self.held for key in keys], dtype=bool)
+
+    async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        self._check()
+        self.prefetched += keys
 
     async def reset_prefix_cache(self) -> None:
         self.cached_tokens = 0

@@ -31,6 +31,7 @@ class FakeRuntime:
         self.max_model_len = max_model_len
         self.calls: list[tuple[Prompt, dict[str, Any]]] = []
         self.warmed: list[str] = []
+        self.prefetched: list[str] = []
         self.resets = 0
         self.running = 0
         self.closed = False
@@ -49,6 +50,9 @@ class FakeRuntime:
         new = list(texts)
         self.warmed += new
         return WarmReport(n_texts=len(new), n_captured=len(new), captured_tokens=sum(len(t.split()) for t in new))
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        self.prefetched += texts
 
     def stream(self, prompt: Prompt, **params: Any) -> Generator[Delta, None, None]:
         self.calls.append((prompt, params))

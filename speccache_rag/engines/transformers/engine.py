@@ -146,6 +146,10 @@ class TransformersEngine:
         """bool [len(keys)]: whose KV is in the store."""
         return np.array([self._store.contains(key) for key in keys], dtype=bool)
 
+    async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to read stored KV into memory."""
+        self._store.prefetch(keys)
+
     async def reset_prefix_cache(self) -> None:
         """Nothing to forget: there is no prefix cache."""
         self._alive()

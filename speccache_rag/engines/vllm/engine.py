@@ -143,6 +143,10 @@ class VllmEngine:
             return np.array([self._disk.contains(key) for key in keys], dtype=bool)
         return np.array(await self._rpc("speccache_present", list(keys)), dtype=bool)
 
+    async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to read stored KV into the worker's memory."""
+        await self._rpc("speccache_prefetch", list(keys))
+
     async def reset_prefix_cache(self) -> None:
         """Forget vLLM's own prefix cache."""
         if not await self._alive().reset_prefix_cache():

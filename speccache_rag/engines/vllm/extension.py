@@ -64,6 +64,10 @@ class SpecCacheExtension:
         store = self._speccache().store
         return [store.contains(ChunkKey(key)) for key in keys]
 
+    def speccache_prefetch(self, keys: list[str]) -> None:
+        """Begin to read stored chunks into memory."""
+        self._speccache().store.prefetch([ChunkKey(key) for key in keys])
+
     def _speccache(self) -> WorkerHalf:
         connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         if not isinstance(connector, SpecCacheConnector):

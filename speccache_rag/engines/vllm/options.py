@@ -15,7 +15,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from speccache_rag.errors import ConfigurationError
@@ -61,6 +61,8 @@ def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any
 def sampling_params(options: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> SamplingParams:
     """vLLM's `SamplingParams` from options by name; None values count as not given.
 
+    `structured_outputs` (guided decoding) may be a dict of vLLM's `StructuredOutputsParams`: {"json": schema}, ...
+
     Raises:
         ConfigurationError: an option is unknown, refused, or out of vLLM's range.
     """
@@ -74,6 +76,8 @@ def sampling_params(options: Mapping[str, Any], kv_transfer_params: Mapping[str,
         )
     extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
     try:
+        if isinstance(given.get("structured_outputs"), Mapping):
+            given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
         params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA, extra_args=extra)
         # What vLLM's engine process cannot read, such as a seed that is a string, would stop it for good.
         MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))

@@ -67,6 +67,7 @@ class ScoringModels:
             host.loop.run(host.engine.present(keys))
         ):
             raise MissingKV
+        host.loop.run(host.engine.prefetch(keys))
         attention = host.loop.run(host.engine.query_attention(own, layers))
         return align_scores(own.offsets, attention, prompt.offsets)
 

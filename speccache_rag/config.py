@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +31,10 @@ class SpecCacheConfig(BaseModel):
     )
     recompute_ratio: float = Field(default=0.15, ge=0.0, le=1.0, description="Fraction of chunk tokens recomputed.")
     store: str | None = Field(
-        default=None, description="Folder that keeps chunk KV between runs; None keeps it in RAM."
+        default=None,
+        description="Folder that keeps chunk KV between runs, behind the RAM tier; None keeps it in RAM only.",
     )
-    ram_bytes: int = Field(default=2 << 30, gt=0, description="Limit of the RAM tier, in bytes.")
+    ram_bytes: int = Field(default=2 << 30, gt=0, description="Limit of the RAM tier, in bytes; each model has one.")
     tenant: str | None = Field(default=None, description="Chunks of one tenant are invisible to every other.")
     anchor: str | None = Field(
         default=None,
@@ -65,6 +67,42 @@ class SpecCacheConfig(BaseModel):
             return cls(**options)
         except ValidationError as error:
             raise ConfigurationError(_describe(error, cls)) from error
+
+    @classmethod
+    def from_one_source(
+        cls,
+        options: Mapping[str, Any],
+        config: SpecCacheConfig | Mapping[str, Any] | None,
+        live: SpecCacheConfig | None,
+        *,
+        owner: str,
+        owner_options: Iterable[str],
+    ) -> SpecCacheConfig:
+        """The configuration of a front end, which takes it in one of three ways.
+
+        Args:
+            options: fields by name.
+            config: a whole configuration.
+            live: the configuration of a live runtime.
+            owner: the front end's name, and
+            owner_options: its own options, for the error message.
+
+        Raises:
+            ConfigurationError: options come from two sources, or one of them is unknown or out of range.
+        """
+        if (config is not None) + (live is not None) + bool(options) > 1:
+            raise ConfigurationError(
+                f"Options come from two sources (config={config!r}, runtime of {live!r}, by name: {sorted(options)}).",
+                hint="Give options by name, or config=, or runtime=.",
+            )
+        if live is not None:
+            return live
+        if isinstance(config, SpecCacheConfig):
+            return config
+        try:
+            return cls.build(**(config or options))
+        except ConfigurationError as error:
+            raise ConfigurationError(error.message, hint=f"{owner} itself takes {', '.join(owner_options)}.") from error
 
 
 def _describe(error: ValidationError, model: type[BaseModel]) -> str:

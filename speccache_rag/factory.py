@@ -16,6 +16,7 @@ from speccache_rag.selection.base import SelectionPolicy
 from speccache_rag.store.base import ChunkStore
 from speccache_rag.store.disk import DiskStore
 from speccache_rag.store.memory import MemoryStore
+from speccache_rag.store.tiered import TieredStore
 
 
 def build_policy(name: str, options: Mapping[str, Any] | None = None) -> SelectionPolicy:
@@ -36,7 +37,7 @@ def build_policy(name: str, options: Mapping[str, Any] | None = None) -> Selecti
 
 
 def build_store(options: Mapping[str, Any]) -> ChunkStore:
-    """The chunk store of `{"path": str | None, "ram_bytes": int}`: on disk where there is a path, else in RAM.
+    """The chunk store of `{"path": str | None, "ram_bytes": int}`: RAM, in front of a disk where there is a path.
 
     Both may be left out: no path, and the default of `SpecCacheConfig.ram_bytes`.
 
@@ -46,11 +47,12 @@ def build_store(options: Mapping[str, Any]) -> ChunkStore:
     """
     _refuse_unknown("store", options, ["path", "ram_bytes"])
     path = options.get("path")
+    ram = MemoryStore(options.get("ram_bytes", SpecCacheConfig.model_fields["ram_bytes"].default))
     if path is None:
-        return MemoryStore(options.get("ram_bytes", SpecCacheConfig.model_fields["ram_bytes"].default))
+        return ram
     if "://" in str(path):
         raise ConfigurationError(f"Store {path!r} is no local folder.", hint="Pass a folder, or None for RAM.")
-    return DiskStore(path)
+    return TieredStore(DiskStore(path), ram)
 
 
 def build_scorer(config: SpecCacheConfig, layers: LayerRange = "last_third") -> SpeculativeScorer | None:

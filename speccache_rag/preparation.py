@@ -113,7 +113,8 @@ class PreparedRequest:
         report.missed_keys = (*(str(p.chunk.key) for p in self.missing), *outcome.missed_keys)
         reused = len(self.request.prompt.placements) if self.request.selection is not None else 0
         report.chunks_reused = reused - len(outcome.missed_keys)
-        report.load_s, report.recompute_s, report.ttft_s = outcome.load_s, outcome.recompute_s, ttft_s
+        report.load_s, report.load_hidden_s = outcome.load_s, outcome.load_hidden_s
+        report.recompute_s, report.ttft_s = outcome.recompute_s, ttft_s
         parts = report.score_s + report.align_s + report.load_s + report.recompute_s
         report.prefill_s = max(0.0, ttft_s - parts)
         return report
@@ -125,6 +126,7 @@ def prepare(
     tokenizer: PromptTokenizer,
     library: ChunkLibrary,
     present: Callable[[Sequence[ChunkKey]], np.ndarray],
+    prefetch: Callable[[Sequence[ChunkKey]], None],
     max_model_len: int,
     policy_name: str,
     policy: SelectionPolicy,
@@ -141,7 +143,9 @@ def prepare(
     """
     started = time.perf_counter()
     text = prompt if isinstance(prompt, str) else tokenizer.render(prompt)
-    assembled = tokenizer.assemble(text, library.match(text), add_bos=isinstance(prompt, str))
+    matches = library.match(text)
+    library.escaped.look(text, matches)
+    assembled = tokenizer.assemble(text, matches, add_bos=isinstance(prompt, str))
     if not assembled.n_tokens:
         raise PromptError("The prompt is empty.", hint="Pass some text, or at least one message.")
     if assembled.n_tokens >= max_model_len:
@@ -153,6 +157,7 @@ def prepare(
     probe = PromptProbe(usable, library, models, scoring)
     selection: Selection | None = None
     if policy.reuses and usable.placements:
+        prefetch([placement.chunk.key for placement in usable.placements])  # read beside scoring
         selection = policy.select(usable, recompute_ratio, probe)
     request = EngineRequest(usable if selection is not None else assembled, selection, sampling)
     report = PrefillReport(

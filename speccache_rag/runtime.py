@@ -313,11 +313,15 @@ class SpecCache:
         def present(keys: Sequence[ChunkKey]) -> np.ndarray:
             return host.loop.run(host.engine.present(keys))
 
+        def prefetch(keys: Sequence[ChunkKey]) -> None:
+            host.loop.run(host.engine.prefetch(keys))
+
         return prepare(
             prompt,
             tokenizer=host.tokenizer,
             library=library,
             present=present,
+            prefetch=prefetch,
             max_model_len=host.engine.facts.max_model_len,
             policy_name=config.policy,
             policy=build_policy(config.policy, config.policy_options),

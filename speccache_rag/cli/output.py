@@ -51,7 +51,8 @@ def report_table(report: PrefillReport) -> Table:
     table.add_column("time to first token")
     table.add_column("seconds", justify="right")
     counts = [(name, f"{getattr(report, f'{name}_tokens'):,}") for name in TOKEN_COUNTS]
-    times = [(name, f"{getattr(report, f'{name}_s'):.3f}") for name in TTFT_PARTS] + [("all", f"{report.ttft_s:.3f}")]
+    times = [(name, f"{getattr(report, f'{name}_s'):.3f}") for name in TTFT_PARTS]
+    times += [("all", f"{report.ttft_s:.3f}"), ("loading hidden", f"{report.load_hidden_s:.3f}")]
     for count, part in zip_longest(counts, times, fillvalue=("", "")):
         table.add_row(*count, *part)
     return table

@@ -81,6 +81,8 @@ class ReuseOutcome:
     missed_tokens: int = 0
     missed_keys: tuple[str, ...] = ()
     load_s: float = 0.0
+    load_hidden_s: float = 0.0
+    """What reading ahead saved of `load_s`."""
     recompute_s: float = 0.0
 
 

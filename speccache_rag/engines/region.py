@@ -47,8 +47,10 @@ def fill_region(region: Region, store: ChunkStore, write: Writer) -> tuple[np.nd
     as missed.
 
     Returns:
-        The positions still to compute (int64, sorted, unique), and the token counts; seconds are left at zero.
+        The positions still to compute (int64, sorted, unique), and the token counts; seconds are left at zero, but for
+        those that reading ahead saved.
     """
+    hidden_s = store.hidden_s()
     positions = np.arange(region.end)
     compute = np.ones(region.end, dtype=bool)
     in_chunk = np.zeros(region.end, dtype=bool)
@@ -81,6 +83,7 @@ def fill_region(region: Region, store: ChunkStore, write: Writer) -> tuple[np.nd
         recomputed_tokens=int((in_chunk & compute & ~missed).sum()) + region.region_end - region.end,
         missed_tokens=int(missed.sum()),
         missed_keys=tuple(missed_keys),
+        load_hidden_s=store.hidden_s() - hidden_s,
     )
     return positions[compute], outcome
 

@@ -98,6 +98,10 @@ class ChunkStore(ABC):
         """Begin to bring chunks nearer, where there is a nearer place; returns at once, raises nothing."""
         return None
 
+    def hidden_s(self) -> float:
+        """Seconds so far that reading ahead saved those who called `get`."""
+        return 0.0
+
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
         """Remove a chunk; False where it was not present."""

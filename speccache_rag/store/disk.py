@@ -91,6 +91,13 @@ class DiskStore(ChunkStore):
             return True
         return False
 
+    def version(self, key: ChunkKey) -> str | None:
+        """Changes whenever the chunk's file does; None where there is none."""
+        with self._faults("read"), suppress(FileNotFoundError):
+            stat = self._file(key).stat()
+            return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
+        return None
+
     def delete(self, key: ChunkKey) -> bool:
         with self._faults("write"), suppress(FileNotFoundError):
             self._file(key).unlink()

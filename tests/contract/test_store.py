@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from speccache_rag.errors import StoreUnavailable
-from speccache_rag.store import Catalogue, ChunkStore, DiskStore, MemoryStore
+from speccache_rag.store import Catalogue, ChunkStore, DiskStore, MemoryStore, TieredStore
 from speccache_rag.types import ChunkKey
 from tests.conftest import ROOT
 from tests.contract.store_contract import NAMESPACE, StoreContract, assert_same, key_of, make_kv
@@ -258,3 +260,114 @@ def test_killed_writers_leave_a_store_that_reads_without_error(tmp_path: Path) -
     assert store.stats().corrupted == 0
     assert [line for line in store.check(fix=True) if "unfinished write" not in line] == []
     assert store.check() == []
+
+
+class TestTieredStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[TieredStore]:
+        with TieredStore(DiskStore(tmp_path / "store"), MemoryStore(max_bytes=1 << 20)) as store:
+            yield store
+
+    @pytest.fixture
+    def disk(self, tmp_path: Path) -> DiskStore:
+        """Another process's view of the same folder."""
+        return DiskStore(tmp_path / "store")
+
+    def damage(self, store: ChunkStore, key: ChunkKey) -> None:
+        TestDiskStore().damage(store._disk, key)  # type: ignore[attr-defined]
+
+    @pytest.fixture
+    def reads(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> list[ChunkKey]:
+        """Keys read from disk, in order."""
+        read, keys = store._disk.get, []
+
+        def counted(key: ChunkKey) -> object:
+            keys.append(key)
+            return read(key)
+
+        monkeypatch.setattr(store._disk, "get", counted)
+        return keys
+
+    def test_the_disk_is_read_once(self, store: TieredStore, reads: list[ChunkKey]) -> None:
+        kv = make_kv()
+        store.put(key_of(kv), kv)
+        for _ in range(3):
+            assert_same(store.get(key_of(kv)), kv)
+        assert reads == [key_of(kv)]
+
+    def test_what_another_process_deleted_is_gone(self, store: TieredStore, disk: DiskStore) -> None:
+        kv = make_kv()
+        store.put(key_of(kv), kv)
+        store.get(key_of(kv))
+        disk.delete(key_of(kv))
+        assert store.get(key_of(kv)) is None
+
+    def test_what_was_damaged_after_it_was_read_is_not_served(self, store: TieredStore) -> None:
+        kv = make_kv()
+        store.put(key_of(kv), kv)
+        store.get(key_of(kv))
+        self.damage(store, key_of(kv))
+        assert store.get(key_of(kv)) is None
+        assert store.stats().corrupted == 1
+
+    def test_a_chunk_larger_than_ram_is_read_each_time(self, tmp_path: Path) -> None:
+        kv = make_kv()
+        with TieredStore(DiskStore(tmp_path / "store"), MemoryStore(max_bytes=8)) as store:
+            store.put(key_of(kv), kv)
+            store.prefetch([key_of(kv)])
+            for _ in range(2):
+                assert_same(store.get(key_of(kv)), kv)
+
+    def test_prefetch_reads_ahead_and_counts_what_it_hid(self, store: TieredStore, reads: list[ChunkKey]) -> None:
+        kvs = [make_kv(seed=seed) for seed in range(3)]
+        for kv in kvs:
+            store.put(key_of(kv), kv)
+        keys = [key_of(kv) for kv in kvs]
+        store.prefetch(keys)
+        store.prefetch(keys)
+        for reading in list(store._readings.values()):
+            reading.result()
+        assert sorted(reads) == sorted(keys)
+        assert store.hidden_s() == 0.0
+        for kv in kvs:
+            assert_same(store.get(key_of(kv)), kv)
+        assert len(reads) == 3
+        assert store.hidden_s() > 0.0
+
+    def test_a_chunk_asked_for_while_it_is_read_is_waited_for(
+        self, store: TieredStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kv = make_kv()
+        store.put(key_of(kv), kv)
+        read, go, reads = store._disk.get, threading.Event(), []
+
+        def slow(key: ChunkKey) -> object:
+            reads.append(key)
+            assert go.wait(timeout=30)
+            return read(key)
+
+        monkeypatch.setattr(store._disk, "get", slow)
+        store.prefetch([key_of(kv)])
+        with ThreadPoolExecutor(1) as pool:
+            got = pool.submit(store.get, key_of(kv))
+            go.set()
+            assert_same(got.result(), kv)
+        assert reads == [key_of(kv)]
+
+    def test_prefetch_of_nothing_and_of_the_unreadable_raises_nothing(
+        self, store: TieredStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kv = make_kv()
+        store.put(key_of(kv), kv)
+        with monkeypatch.context() as patch:
+            patch.setattr(store._disk, "get", lambda key: (_ for _ in ()).throw(StoreUnavailable("gone")))
+            store.prefetch([key_of(kv), key_of(make_kv(seed=9))])
+            with pytest.raises(StoreUnavailable, match="gone"):
+                store.get(key_of(kv))
+        assert_same(store.get(key_of(kv)), kv)
+        assert store.get(key_of(make_kv(seed=9))) is None
+
+    def test_readings_nobody_takes_are_forgotten(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("speccache_rag.store.tiered.KEPT_READINGS", 2)
+        store.prefetch([key_of(make_kv(seed=seed)) for seed in range(5)])
+        assert len(store._readings) == 2

@@ -10,8 +10,8 @@ from speccache_rag.errors import ConfigurationError
 from speccache_rag.factory import build_policy, build_scorer, build_store
 from speccache_rag.selection import POLICIES
 from speccache_rag.selection.speccache import SpecCachePolicy
-from speccache_rag.store.disk import DiskStore
 from speccache_rag.store.memory import MemoryStore
+from speccache_rag.store.tiered import TieredStore
 
 
 def model_folder(path: Path) -> Path:
@@ -63,7 +63,7 @@ class TestStore:
         assert isinstance(build_store({}), MemoryStore)
 
     def test_a_path_is_a_folder(self, tmp_path: Path) -> None:
-        assert isinstance(build_store({"path": str(tmp_path / "kv"), "ram_bytes": 1 << 20}), DiskStore)
+        assert isinstance(build_store({"path": str(tmp_path / "kv"), "ram_bytes": 1 << 20}), TieredStore)
         assert (tmp_path / "kv").is_dir()
 
     def test_an_unknown_option(self) -> None:

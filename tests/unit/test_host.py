@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -332,3 +333,44 @@ def test_doctor_says_what_is_wrong_and_goes_on(maker: Maker, config: SpecCacheCo
     missing = changed(config, model=str(tmp_path / "nothing"))
     found = {check.name: check.ok for check in examine(missing, EngineHost.acquire(missing))}
     assert not found["target model"] and found["store"]
+
+
+# Announced chunks.
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+A = "The mill of Arden was built in 1892 by masons from the north, and it burned down twice in forty years."
+
+
+def test_announced_texts_wait_for_the_engine(maker: Maker, config: SpecCacheConfig) -> None:
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        sc.prefetch([A, "", "   "])
+        assert maker.made == []
+        report = sc.generate(f"{A} Which mill is that?").report
+        assert (report.chunks_matched, report.chunks_reused) == (1, 0)
+        assert len(maker.made[0].prefetched) == 1
+
+
+def test_a_text_that_was_announced_only_is_captured_after_its_first_prompt(
+    maker: Maker, config: SpecCacheConfig
+) -> None:
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        sc.start().prefetch(iter([A]))
+        assert maker.made[0].captured == []
+        prompt = f"{A} Which mill is that?"
+        assert sc.generate(prompt).report.missed_tokens > 0
+        wait_until(lambda: sc.stats()["recaptured"] == 1)
+        report = sc.generate(prompt).report
+        assert (report.chunks_reused, report.missed_tokens) == (1, 0)
+
+
+def test_a_text_too_long_for_a_chunk_is_passed_over(maker: Maker, config: SpecCacheConfig) -> None:
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        sc.start().prefetch(["word " * 2000, A])
+        assert sc.stats()["known_chunks"] == 1

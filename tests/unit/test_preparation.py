@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,7 @@ def prepare_for(
     name = changes.pop("policy", "full_reuse")
     options: dict[str, Any] = {
         "present": present,
+        "prefetch": engine.prefetched.extend,
         "max_model_len": MAX_MODEL_LEN,
         "policy_name": name,
         "policy": build_policy(name),
@@ -428,3 +430,37 @@ def test_the_explanation_is_the_report_token_by_token(
             policy == "speccache" and token.action in ("loaded", "recomputed") and prepared.probe.scores is not None
         )
         assert (token.score is not None) == scored
+
+
+# Loading runs beside scoring.
+
+
+def test_stored_chunks_are_read_ahead_before_anything_is_scored(
+    tokenizer: PromptTokenizer, library: ChunkLibrary, engine: FakeEngine
+) -> None:
+    engine.held.discard(key_of(library, B))
+    read_before_scoring: list[list[ChunkKey]] = []
+
+    class Scorer(FakeScorer):
+        def score(self, text: str) -> Any:
+            read_before_scoring.append(list(engine.prefetched))
+            return super().score(text)
+
+    prepare_for(tokenizer, library, engine, prompt_of(A, B, C), policy="speccache", scorer=Scorer(), scoring="online")
+    assert read_before_scoring == [[key_of(library, A), key_of(library, C)]]
+
+
+def test_nothing_is_read_ahead_for_a_policy_that_reuses_nothing(
+    tokenizer: PromptTokenizer, library: ChunkLibrary, engine: FakeEngine
+) -> None:
+    prepare_for(tokenizer, library, engine, prompt_of(A), policy="full_recompute")
+    assert engine.prefetched == []
+
+
+def test_what_reading_ahead_hid_is_reported_beside_the_ttft(
+    tokenizer: PromptTokenizer, library: ChunkLibrary, engine: FakeEngine
+) -> None:
+    prepared = prepare_for(tokenizer, library, engine, prompt_of(A))
+    report = prepared.finish_report(replace(engine.outcome(prepared.request), load_s=0.25, load_hidden_s=0.5), 1.0)
+    assert (report.load_s, report.load_hidden_s) == (0.25, 0.5)
+    assert report.score_s + report.align_s + report.load_s + report.recompute_s + report.prefill_s == pytest.approx(1.0)

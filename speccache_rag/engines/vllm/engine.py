@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
 import multiprocessing
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +39,8 @@ from speccache_rag.factory import build_store
 from speccache_rag.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, ChunkKey, Selection
 
+logger = logging.getLogger(__name__)
+
 SHUTDOWN_S = 60.0
 """Seconds vLLM's processes get to end by themselves. They need 2 to 5; what hangs is killed after this."""
 
@@ -65,6 +69,7 @@ class VllmEngine:
         # Two processes may share a folder; what is in the worker's RAM only the worker knows.
         self._disk = build_store(store) if store["path"] is not None else None
         self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._llm: AsyncLLM | None = None
         self._closed = False
 
@@ -145,7 +150,18 @@ class VllmEngine:
 
     async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to read stored KV into the worker's memory."""
-        await self._rpc("speccache_prefetch", list(keys))
+        if self._disk is None:
+            return
+        # Not awaited: vLLM answers between two steps only, and the request that follows comes behind it anyway.
+        task = asyncio.create_task(self._prefetch(list(keys)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _prefetch(self, keys: list[ChunkKey]) -> None:
+        try:
+            await self._rpc("speccache_prefetch", keys)
+        except EngineError as error:
+            logger.warning("chunks were not read ahead: %s", error)  # the request itself will meet it
 
     async def reset_prefix_cache(self) -> None:
         """Forget vLLM's own prefix cache."""

@@ -1,4 +1,4 @@
-"""Names to classes, imported when first asked for, open to entry points."""
+"""Names to classes, imported when first asked for, open to entry points and to import paths."""
 
 from __future__ import annotations
 
@@ -27,18 +27,29 @@ class Registry:
         return sorted({*self._builtin, *self._third_party()})
 
     def load(self, name: str) -> Any:
-        """The object behind `name`.
+        """The object behind `name`, which may also be an import path "module:attribute".
 
         Raises:
-            ConfigurationError: the name is unknown; the message lists the known ones.
+            ConfigurationError: the name is unknown, and the message lists the known ones; or nothing is at that path.
         """
         if name in self._builtin:
-            module, _, attribute = self._builtin[name].partition(":")
-            return getattr(importlib.import_module(module), attribute)
+            return _at(self._builtin[name])
         third_party = self._third_party()
         if name in third_party:
             return third_party[name].load()
+        if ":" in name:
+            try:
+                return _at(name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"{self.kind.capitalize()} {name!r} cannot be imported: {error}.", hint="Write module:attribute."
+                ) from error
         raise ConfigurationError(f"Unknown {self.kind} {name!r}.", hint=f"Known: {', '.join(self.names())}.")
 
     def _third_party(self) -> dict[str, Any]:
         return {e.name: e for e in entry_points(group=self._group)} if self._group else {}
+
+
+def _at(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)

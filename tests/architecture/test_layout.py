@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import version
 
@@ -54,3 +55,11 @@ def test_changelog_starts_with_this_version() -> None:
     top = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert top is not None
     assert top[1] == version("speccache-rag")
+
+
+def test_notebooks_are_stripped() -> None:
+    notebooks = sorted((ROOT / "cookbook").glob("*.ipynb"))
+    assert [notebook.name[:2] for notebook in notebooks] == ["01", "02", "03", "04", "05", "06"]
+    for notebook in notebooks:
+        for cell in json.loads(notebook.read_text())["cells"]:
+            assert not cell.get("outputs") and cell.get("execution_count") is None, notebook.name

@@ -52,3 +52,13 @@ def test_importing_the_table_imports_no_policy() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_import_path_needs_no_name() -> None:
+    assert POLICIES.load("speccache_rag.selection.speccache:SpecCachePolicy") is SpecCachePolicy
+
+
+@pytest.mark.parametrize("path", ["no_such_module:Thing", "collections:NoSuchThing", ":Thing", "collections:"])
+def test_a_wrong_import_path_says_what_is_wrong(path: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"Policy '{path}' cannot be imported: .*Write module:attribute"):
+        POLICIES.load(path)

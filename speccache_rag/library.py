@@ -9,6 +9,7 @@ import numpy as np
 from speccache_rag.errors import ChunkTooLong, EmptyChunk
 from speccache_rag.prompt.alignment import align_scores
 from speccache_rag.prompt.assembly import PromptTokenizer
+from speccache_rag.prompt.escaped import EscapedChunks
 from speccache_rag.prompt.matching import ChunkIndex
 from speccache_rag.scoring.speculative import SpeculativeScorer
 from speccache_rag.store.base import Namespace
@@ -34,6 +35,7 @@ class ChunkLibrary:
         self._max_model_len = max_model_len
         self._index = ChunkIndex()
         self._index.add_many(catalogue.chunks(namespace.digest))
+        self.escaped = EscapedChunks(self._index.find)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

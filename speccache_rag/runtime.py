@@ -142,9 +142,9 @@ class SpecCache:
         return await asyncio.to_thread(self.warm, texts, show_progress)
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Tell which chunks a prompt will soon hold, typically what a retriever just returned. Returns at once.
+        """Tell which chunks a prompt will soon hold, typically what a retriever just returned.
 
-        Stored KV is read into memory while the prompt is still being made. Texts not seen before become known: the
+        Stored KV is read into memory in the background, while the prompt is still being made. Texts not seen before become known: the
         first prompt that holds one computes it, and its KV is captured afterwards. Empty and too long texts are
         passed over, as they would be in a prompt. Before the engine runs, texts are kept for its start.
         """

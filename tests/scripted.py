@@ -52,7 +52,7 @@ class ScriptedRuntime:
         text = prompt if isinstance(prompt, str) else _render(self.tokenizer, prompt)
         self.prompts.append(text)
         self.reports.append(completion.report)
-        return replace(completion, text=self._reply(text))
+        return replace(completion, text=self._reply(text), finish_reason="stop")
 
 
 def _render(tokenizer: Any, messages: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -15,8 +15,10 @@ from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.embeddings import MockEmbedding
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 from llama_index.llms.speccache import SpecCacheLLM, anchor_for
+from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
 
 from tests.parity.engines import CHUNKS
@@ -90,6 +92,41 @@ def test_usage_and_report_are_in_raw(llm: SpecCacheLLM) -> None:
     assert raw["usage"]["prompt_tokens"] == raw["speccache"]["prompt_tokens"]
     assert raw["usage"]["cached_tokens"] == raw["speccache"]["loaded_tokens"] > 0
     assert raw["speccache"]["policy"] == "speccache"
+
+
+class Mill(BaseModel):
+    """A mill."""
+
+    village: Literal["Arden", "Boro", "Cale"]
+    year_built: int = Field(ge=1000, le=2026)
+
+
+@pytest.mark.parametrize("how", ["output_cls", "as_structured_llm"])
+def test_an_object_comes_out_while_chunks_are_reused(llm: SpecCacheLLM, index: VectorStoreIndex, how: str) -> None:
+    before = llm.runtime.stats()
+    longer = llm.with_options(max_tokens=64)
+    options: dict[str, Any] = (
+        {"llm": longer, "output_cls": Mill} if how == "output_cls" else {"llm": longer.as_structured_llm(Mill)}
+    )
+    answer = index.as_query_engine(similarity_top_k=3, **options).query(QUESTION)
+    after = llm.runtime.stats()
+    assert isinstance(answer.response, Mill)
+    assert after["chunks_reused"] - before["chunks_reused"] == 3
+    assert after["missed_tokens"] == before["missed_tokens"]
+
+
+async def test_objects_grow_in_a_stream(llm: SpecCacheLLM) -> None:
+    prompt = PromptTemplate(f"{CHUNKS[0]}\n\n{QUESTION}")
+    objects = [o async for o in await llm.with_options(max_tokens=64).astream_structured_predict(Mill, prompt)]
+    assert len(objects) > 3
+    assert isinstance(objects[-1], Mill)
+
+
+def test_the_model_alone_gives_no_object(llm: SpecCacheLLM) -> None:
+    """What the tests above would see if the schema never reached the engine."""
+    prompt = PromptTemplate(f"{CHUNKS[0]}\n\n{QUESTION}")
+    with pytest.raises(ValueError):
+        llm.structured_predict(Mill, prompt, {"structured_outputs": None})
 
 
 def test_context_window_is_the_engines(llm: SpecCacheLLM) -> None:

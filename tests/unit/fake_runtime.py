@@ -36,6 +36,7 @@ class FakeRuntime:
         self.running = 0
         self.closed = False
         self.fault: Exception | None = None
+        self.logprobs: list[Mapping[int, float]] | None = None
 
     def __enter__(self) -> FakeRuntime:
         return self
@@ -102,4 +103,4 @@ class FakeRuntime:
         scoring = params.get("scoring") or self.config.scoring
         ttft_s = 6.0 if policy == "full_recompute" else 2.0
         report = PrefillReport(prompt_tokens=n, fresh_tokens=n, policy=policy, scoring=scoring, ttft_s=ttft_s)
-        return Completion(text, report, Usage(n, len(self.pieces)), "stop")
+        return Completion(text, report, Usage(n, len(self.pieces)), "stop", self.logprobs)

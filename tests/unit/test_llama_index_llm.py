@@ -7,18 +7,20 @@ import copy
 import importlib
 import pickle
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_index.core import MockEmbedding, SummaryIndex, VectorStoreIndex
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.speccache import SpecCacheLLM, anchor_for
 
 from speccache_rag.config import SpecCacheConfig
@@ -197,6 +199,37 @@ def test_arguments_of_a_call_win_over_the_llms_own(runtime: FakeRuntime) -> None
     }
 
 
+def test_none_is_not_given_and_an_empty_list_is(runtime: FakeRuntime) -> None:
+    llm = SpecCacheLLM(runtime=runtime, stop=["END"], additional_kwargs={"seed": None, "stop": None})
+    llm.complete("Why?", temperature=None, max_tokens=None, stop=None, policy=None)
+    llm.complete("Why?", stop=[])
+    llm.complete("Why?", stop=["\n"])
+    llm.with_options(stop=None).complete("Why?")
+    own = {"temperature": 0.0, "max_tokens": 256}
+    stops: list[dict[str, Any]] = [{"stop": ["END"]}, {"stop": []}, {"stop": ["\n"]}, {}]
+    assert [params for _, params in runtime.calls] == [own | stop for stop in stops]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "complete", "stream_chat", "stream_complete"])
+def test_logprobs_are_in_the_response(runtime: FakeRuntime, endpoint: str) -> None:
+    texts = {7: "The", 8: "A", 9: " 東"}
+    runtime.tokenizer.decode = lambda ids: texts[ids[0]]
+    runtime.logprobs = [{7: -0.1, 8: -2.5}, {9: -0.2}]
+    question: Any = QUESTION if "chat" in endpoint else "Why?"
+    response = getattr(SpecCacheLLM(runtime=runtime), endpoint)(question, logprobs=1)
+    if "stream" in endpoint:
+        *partial, response = response
+        assert [r.logprobs for r in partial] == [None] * 3
+    found = [[(entry.token, entry.logprob) for entry in step] for step in response.logprobs]
+    assert found == [[("The", -0.1), ("A", -2.5)], [(" 東", -0.2)]]
+    assert response.logprobs[1][0].bytes == list(" 東".encode())
+    assert runtime.calls[0][1]["logprobs"] == 1
+
+
+def test_no_logprobs_where_none_were_asked_for(llm: SpecCacheLLM) -> None:
+    assert llm.chat(QUESTION).logprobs is None
+
+
 def test_text_blocks_are_joined_and_others_refused(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
     llm.chat([ChatMessage(role="user", blocks=[TextBlock(text="one"), TextBlock(text="two")])])
     assert runtime.calls[0][0] == [{"role": "user", "content": "one\ntwo"}]
@@ -218,6 +251,18 @@ def test_warm_takes_bare_node_texts(llm: SpecCacheLLM, runtime: FakeRuntime) -> 
     report = llm.warm([TextNode(text="a chunk", metadata={"file": "a.md"}), "a text"], show_progress=False)
     assert runtime.warmed == ["a chunk", "a text"]
     assert report.n_texts == 2
+
+
+async def test_prefetch_takes_what_retrievers_return(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
+    node = TextNode(text="a chunk", metadata={"file": "a.md"})
+    llm.prefetch([node, NodeWithScore(node=node, score=0.5), "a text"])
+    await llm.aprefetch(["another"])
+    assert runtime.prefetched == ["a chunk", "a chunk", "a text", "another"]
+
+
+async def test_an_agent_that_needs_function_calling_says_so(llm: SpecCacheLLM) -> None:
+    with pytest.raises(ValueError, match="must be a FunctionCallingLLM"):
+        await FunctionAgent(tools=[], llm=llm).run("Why?")
 
 
 def test_metadata(llm: SpecCacheLLM) -> None:
@@ -312,6 +357,21 @@ def test_dict_round_trip() -> None:
 
 def test_pickle_round_trip() -> None:
     assert pickle.loads(pickle.dumps(described())).to_dict() == described().to_dict()
+
+
+def test_a_live_runtime_is_not_pickled_but_found_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = SpecCacheLLM(runtime=FakeRuntime(SpecCacheConfig(model="tiny", tenant="t")), max_tokens=7)
+    llm._runtime.lock = threading.Lock()  # as a real one: it cannot be pickled
+    data = pickle.dumps(llm)
+    shared = FakeRuntime()
+    monkeypatch.setattr(SpecCache, "shared", lambda config: shared if config == llm.config else None)
+    twin = pickle.loads(data)
+    assert twin.runtime is shared
+    assert twin.to_dict() == llm.to_dict()
+    assert llm.runtime is not shared  # pickling took nothing away
+    assert caplog.records == []
 
 
 # The anchor.

@@ -8,6 +8,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from llama_index.llms.speccache.base import SpecCacheLLM
+from llama_index.llms.speccache.events import SpecCacheReuseEvent
+from llama_index.llms.speccache.hook import install
 from llama_index.llms.speccache.rendering import anchor_for
 
-__all__ = ["SpecCacheLLM", "anchor_for"]
+__all__ = ["SpecCacheLLM", "SpecCacheReuseEvent", "anchor_for", "install"]

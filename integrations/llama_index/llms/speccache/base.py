@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,24 +18,16 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import LLM
-from llama_index.core.schema import BaseNode, MetadataMode
-from llama_index.llms.speccache.rendering import as_turns
-from llama_index.llms.speccache.responses import (
-    acumulate,
-    chat_response,
-    completion_response,
-    cumulate,
-    whole,
-)
+from llama_index.llms.speccache.rendering import HasText, as_turns, bare_texts
+from llama_index.llms.speccache.responses import Answers, chat_response, completion_response
+from llama_index.llms.speccache.structured import GuidedLLM
 
 from speccache_rag.config import SpecCacheConfig
-from speccache_rag.errors import ConfigurationError
 from speccache_rag.runtime import SpecCache
 from speccache_rag.types import WarmReport
 
 
-class SpecCacheLLM(LLM):
+class SpecCacheLLM(GuidedLLM):
     """An LLM that reuses the KV of chunks it knows, wherever they stand in the prompt.
 
     The pipeline around it stays as it is: chunks are found in the rendered prompt.
@@ -45,7 +38,8 @@ class SpecCacheLLM(LLM):
 
     Options of `SpecCacheConfig` are given by name; or give a whole `config`, or a live `runtime`. The engine starts
     when it is first needed and is shared by every copy (also deep copies and unpickled ones) in the process.
-    The final response holds `raw["usage"]` and `raw["speccache"]`, the prefill report.
+    The final response holds `raw["usage"]` and `raw["speccache"]`, the prefill report, which a `SpecCacheReuseEvent`
+    on LlamaIndex's dispatcher carries too. Agents that need function calling refuse it; `ReActAgent` does not.
 
     Raises:
         ConfigurationError: an option is unknown or out of range, or options come from two sources.
@@ -72,7 +66,11 @@ class SpecCacheLLM(LLM):
         own = {name: options.pop(name) for name in type(self).model_fields if name in options}
         if model is not None:
             options["model"] = model
-        super().__init__(config=_config(config, runtime, options, known=type(self).model_fields), **own)
+        live = None if runtime is None else runtime.config
+        chosen = SpecCacheConfig.from_one_source(
+            options, config, live, owner="SpecCacheLLM", owner_options=type(self).model_fields
+        )
+        super().__init__(config=chosen, **own)
         self._runtime = runtime
 
     @classmethod
@@ -106,59 +104,82 @@ class SpecCacheLLM(LLM):
         }
         return self.model_copy(update={**fields, "additional_kwargs": {**self.additional_kwargs, **options}})
 
-    def warm(self, chunks: Iterable[BaseNode | str], *, show_progress: bool = True) -> WarmReport:
+    def warm(self, chunks: Iterable[HasText], *, show_progress: bool = True) -> WarmReport:
         """Compute and store the KV of nodes or texts; what is stored already is skipped.
 
         Raises:
             PromptError: a text is empty or longer than the context.
             StoreError: the KV cannot be written.
         """
-        texts = [c if isinstance(c, str) else c.get_content(metadata_mode=MetadataMode.NONE) for c in chunks]
-        return self.runtime.warm(texts, show_progress=show_progress)
+        return self.runtime.warm(bare_texts(chunks), show_progress=show_progress)
+
+    def prefetch(self, chunks: Iterable[HasText]) -> None:
+        """Announce nodes or texts that a prompt will soon hold: their KV is read ahead, new ones become known."""
+        self.runtime.prefetch(bare_texts(chunks))
+
+    async def aprefetch(self, chunks: Iterable[HasText]) -> None:
+        """`prefetch` for an event loop, which should not wait while new texts are tokenized."""
+        await asyncio.to_thread(self.prefetch, chunks)
 
     # Chat and completion, each whole, streamed, and both again for asyncio.
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return whole(self.runtime.generate(self._chat_prompt(messages), **self._params(kwargs)), chat_response)
+        return self._chats.whole(self.runtime.generate(self._turns(messages), **self._params(kwargs)))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return whole(await self.runtime.agenerate(self._chat_prompt(messages), **self._params(kwargs)), chat_response)
+        return self._chats.whole(await self.runtime.agenerate(self._turns(messages), **self._params(kwargs)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        return cumulate(self.runtime.stream(self._chat_prompt(messages), **self._params(kwargs)), chat_response)
+        return self._chats.stream(self.runtime.stream(self._turns(messages), **self._params(kwargs)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        return acumulate(self.runtime.astream(self._chat_prompt(messages), **self._params(kwargs)), chat_response)
+        return self._chats.astream(self.runtime.astream(self._turns(messages), **self._params(kwargs)))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         request = self._prompt(prompt, formatted)
-        return whole(self.runtime.generate(request, **self._params(kwargs)), completion_response)
+        return self._completions.whole(self.runtime.generate(request, **self._params(kwargs)))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         request = self._prompt(prompt, formatted)
-        return whole(await self.runtime.agenerate(request, **self._params(kwargs)), completion_response)
+        return self._completions.whole(await self.runtime.agenerate(request, **self._params(kwargs)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         request = self._prompt(prompt, formatted)
-        return cumulate(self.runtime.stream(request, **self._params(kwargs)), completion_response)
+        return self._completions.stream(self.runtime.stream(request, **self._params(kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         request = self._prompt(prompt, formatted)
-        return acumulate(self.runtime.astream(request, **self._params(kwargs)), completion_response)
+        return self._completions.astream(self.runtime.astream(request, **self._params(kwargs)))
+
+    @property
+    def guides_decoding(self) -> bool:
+        """Whether the engine holds an answer to a JSON schema: vLLM does.
+
+        A subclass that calls tools gets its objects out of tool calls, which no schema may stand in the way of.
+        """
+        return self.config.engine == "vllm" and not self.metadata.is_function_calling_model
+
+    @property
+    def _chats(self) -> Answers[ChatResponse]:
+        return Answers(chat_response, self.config.model, self.runtime.tokenizer)
+
+    @property
+    def _completions(self) -> Answers[CompletionResponse]:
+        return Answers(completion_response, self.config.model, self.runtime.tokenizer)
 
     @property
     def _is_chat(self) -> bool:
         return bool(self.runtime.tokenizer.chat_template)
 
-    def _chat_prompt(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, str]]:
+    def _turns(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, str]]:
         """Turns for the chat template; a model without one gets the text that `messages_to_prompt` makes of them."""
         turns = as_turns(messages)  # also refuses what is not text
         if self._is_chat:
@@ -176,10 +197,13 @@ class SpecCacheLLM(LLM):
         return self.completion_to_prompt(prompt)
 
     def _params(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of one call: the fields, then `additional_kwargs`, then the call's own. None means not given."""
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        params = {"temperature": self.temperature, "max_tokens": self.max_tokens, **self.additional_kwargs, **given}
-        return params if self.stop is None else {"stop": self.stop, **params}
+        """Arguments of one call: the fields, then `additional_kwargs`, then the call's own.
+
+        None means not given: frameworks pass `stop=None` along, which must not undo the configured one; `[]` does.
+        """
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
+        sources: tuple[Mapping[str, Any], ...] = (own, self.additional_kwargs, kwargs)
+        return {name: value for source in sources for name, value in source.items() if value is not None}
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SpecCacheLLM:
         """A live engine cannot be copied: a copy shares it."""
@@ -187,24 +211,8 @@ class SpecCacheLLM(LLM):
         memo[id(self._runtime)] = self._runtime
         return super().__deepcopy__(memo)
 
-
-def _config(
-    config: SpecCacheConfig | Mapping[str, Any] | None,
-    runtime: SpecCache | None,
-    options: Mapping[str, Any],
-    known: Iterable[str],
-) -> SpecCacheConfig:
-    """The one configuration, from options by name, a whole configuration or a live runtime."""
-    if (config is not None) + (runtime is not None) + bool(options) > 1:
-        raise ConfigurationError(
-            f"Options come from two sources (config={config!r}, runtime={runtime!r}, by name: {sorted(options)}).",
-            hint="Give options by name, or config=, or runtime=.",
-        )
-    if runtime is not None:
-        return runtime.config
-    if isinstance(config, SpecCacheConfig):
-        return config
-    try:
-        return SpecCacheConfig.build(**(config or options))
-    except ConfigurationError as error:
-        raise ConfigurationError(error.message, hint=f"SpecCacheLLM itself takes {', '.join(known)}.") from error
+    def __getstate__(self) -> dict[str, Any]:
+        """A live engine cannot be pickled: where it comes back, it finds the process's own by its configuration."""
+        described = self.model_copy(update={})
+        described._runtime = None
+        return super(SpecCacheLLM, described).__getstate__()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from llama_index.core.base.llms.types import ChatMessage, TextBlock
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.chat_prompts import CHAT_TEXT_QA_PROMPT
 from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from speccache_rag.errors import PromptError
 
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 CONTEXT_MARK = "\u2063context\u2063"
 """Stands for the retrieved context while a template is rendered; no template holds it."""
+
+
+HasText = BaseNode | NodeWithScore | str
+"""Whatever holds a chunk's text."""
+
+
+def bare_texts(chunks: Iterable[HasText]) -> list[str]:
+    """The texts alone, without the metadata that prompts show above them: that differs, the text does not."""
+    return [c if isinstance(c, str) else c.get_content(metadata_mode=MetadataMode.NONE) for c in chunks]
 
 
 def as_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:

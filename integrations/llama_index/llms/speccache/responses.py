@@ -2,63 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LogProb, MessageRole
+from llama_index.llms.speccache.events import announce
 
 from speccache_rag.types import Completion, Delta
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 R = TypeVar("R")
-Build = Callable[[str, str | None, Completion | None], R]
-"""(text so far, new text where streamed, the completion once it is there) -> response."""
 
 
-def chat_response(text: str, delta: str | None, completion: Completion | None) -> ChatResponse:
+def chat_response(text: str, delta: str | None, facts: Mapping[str, Any]) -> ChatResponse:
     """A chat response; `raw` holds usage and report once the answer is complete."""
     message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    return ChatResponse(message=message, delta=delta, **_facts(completion))
+    return ChatResponse(message=message, delta=delta, **facts)
 
 
-def completion_response(text: str, delta: str | None, completion: Completion | None) -> CompletionResponse:
+def completion_response(text: str, delta: str | None, facts: Mapping[str, Any]) -> CompletionResponse:
     """The same as a completion response."""
-    return CompletionResponse(text=text, delta=delta, **_facts(completion))
+    return CompletionResponse(text=text, delta=delta, **facts)
 
 
-def whole(completion: Completion, build: Build[R]) -> R:
-    """The response for an answer that was not streamed."""
-    return build(completion.text, None, completion)
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[R]):
+    """Makes responses of one kind, and fires a `SpecCacheReuseEvent` for each complete one."""
 
+    build: Callable[[str, str | None, Mapping[str, Any]], R]
+    """(text so far, new text where streamed, facts of a complete answer) -> response."""
+    model: str
+    tokenizer: PreTrainedTokenizerBase
 
-def cumulate(deltas: Generator[Delta, None, None], build: Build[R]) -> Generator[R, None, None]:
-    """One response for each delta, each with all text so far."""
-    text = ""
-    with closing(deltas):  # leaving early frees the request
-        for delta in deltas:
-            text += delta.text
-            yield build(text, delta.text, delta.completion)
+    def whole(self, completion: Completion) -> R:
+        """The response for an answer that was not streamed."""
+        return self.build(completion.text, None, self._facts(completion))
 
+    def stream(self, deltas: Generator[Delta, None, None]) -> Generator[R, None, None]:
+        """One response for each delta, each with all text so far."""
+        text = ""
+        with closing(deltas):  # leaving early frees the request
+            for delta in deltas:
+                text += delta.text
+                yield self.build(text, delta.text, self._facts(delta.completion))
 
-async def acumulate(deltas: AsyncGenerator[Delta, None], build: Build[R]) -> AsyncGenerator[R, None]:
-    """`cumulate` for an asynchronous stream."""
-    text = ""
-    async with aclosing(deltas):
-        async for delta in deltas:
-            text += delta.text
-            yield build(text, delta.text, delta.completion)
+    async def astream(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[R, None]:
+        """`stream` for an event loop."""
+        text = ""
+        async with aclosing(deltas):
+            async for delta in deltas:
+                text += delta.text
+                yield self.build(text, delta.text, self._facts(delta.completion))
 
+    def _facts(self, completion: Completion | None) -> dict[str, Any]:
+        """`raw` in the shape LlamaIndex's token counters read, with the prefill report beside it."""
+        if completion is None:
+            return {}
+        announce(self.model, completion)
+        usage = completion.usage.to_dict()
+        report, reason = completion.report.to_dict(), completion.finish_reason
+        raw = {"model": self.model, "usage": usage, "speccache": report, "finish_reason": reason}
+        return {
+            "raw": raw,
+            "additional_kwargs": usage,
+            "logprobs": None if completion.logprobs is None else self._logprobs(completion.logprobs),
+        }
 
-def _facts(completion: Completion | None) -> dict[str, Any]:
-    """`raw` in the shape LlamaIndex's token counters read, with the prefill report beside it."""
-    if completion is None:
-        return {}
-    usage = completion.usage.to_dict()
-    raw: dict[str, Any] = {
-        "usage": usage,
-        "speccache": completion.report.to_dict(),
-        "finish_reason": completion.finish_reason,
-    }
-    if completion.logprobs is not None:
-        raw["logprobs"] = completion.logprobs
-    return {"raw": raw, "additional_kwargs": usage}
+    def _logprobs(self, steps: Sequence[Mapping[int, float]]) -> list[list[LogProb]]:
+        """For each new token its alternatives, the chosen one first."""
+        return [[self._logprob(token_id, logprob) for token_id, logprob in step.items()] for step in steps]
+
+    def _logprob(self, token_id: int, logprob: float) -> LogProb:
+        token = str(self.tokenizer.decode([token_id]))
+        return LogProb(token=token, logprob=logprob, bytes=list(token.encode()))

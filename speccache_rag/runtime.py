@@ -144,9 +144,9 @@ class SpecCache:
     def prefetch(self, texts: Iterable[str]) -> None:
         """Tell which chunks a prompt will soon hold, typically what a retriever just returned.
 
-        Stored KV is read into memory in the background, while the prompt is still being made. Texts not seen before become known: the
-        first prompt that holds one computes it, and its KV is captured afterwards. Empty and too long texts are
-        passed over, as they would be in a prompt. Before the engine runs, texts are kept for its start.
+        Stored KV is read into memory in the background, while the prompt is still being made. Texts not seen before
+        become known: the first prompt that holds one computes it, and its KV is captured afterwards. Empty and too
+        long texts are passed over, as they would be in a prompt. Before the engine runs, texts are kept for its start.
         """
         with self._lock:
             self._announced += texts

@@ -1,0 +1,144 @@
+"""What the chat model and the completion model share: options, the engine behind them, the arguments of a call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from langchain_core.documents import Document
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from typing_extensions import Self
+
+from langchain_speccache.responses import Answers
+from speccache_rag.config import SpecCacheConfig
+from speccache_rag.errors import ConfigurationError
+from speccache_rag.runtime import SpecCache
+from speccache_rag.types import WarmReport
+
+OF_SERVICES = ("api_key", "base_url", "max_retries", "timeout")
+"""LangChain's usual options of remote models, taken so that only a class name need change; here they mean nothing."""
+
+
+class SpecCacheModel(BaseModel):
+    """Options and engine of a LangChain model. Mixed into a LangChain base class, in front of it.
+
+    Options of `SpecCacheConfig` are given by name; or give a whole `config`, or a live `runtime`. The engine starts
+    when it is first needed and is shared by every copy (also deep copies and unpickled ones) in the process.
+
+    Raises:
+        ConfigurationError: an option is unknown or out of range, or options come from two sources.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    # Not in repr: LangChain traces that, and engine options may hold an access token.
+    config: SpecCacheConfig = Field(repr=False, description="What the engine is built from.")
+    temperature: float = Field(default=0.0, ge=0.0, description="0 takes the likeliest token.")
+    max_tokens: int = Field(default=256, gt=0, description="Most tokens in an answer.")
+    stop: list[str] | None = Field(default=None, alias="stop_sequences", description="Texts that end an answer.")
+    model_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Passed with every call: sampling parameters, policy, recompute_ratio, scoring.",
+    )
+    _runtime: SpecCache | None = PrivateAttr(default=None)
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: SpecCacheConfig | Mapping[str, Any] | None = None,
+        runtime: SpecCache | None = None,
+        **options: Any,
+    ) -> None:
+        fields = type(self).model_fields
+        names = {*fields, *(field.alias for field in fields.values() if field.alias)}
+        own = {name: options.pop(name) for name in names if name in options}
+        for name in OF_SERVICES:
+            options.pop(name, None)
+        if model is not None:
+            options["model"] = model
+        live = None if runtime is None else runtime.config
+        chosen = SpecCacheConfig.from_one_source(options, config, live, owner=type(self).__name__, owner_options=fields)
+        super().__init__(config=chosen, **own)
+        self._runtime = runtime
+
+    @property
+    def model(self) -> str:
+        """The target model's name."""
+        return self.config.model
+
+    @property
+    def runtime(self) -> SpecCache:
+        """The object that answers: the one given, else the process's own for this configuration."""
+        return self._runtime or SpecCache.shared(self.config)
+
+    def warm(self, chunks: Iterable[Document | str], *, show_progress: bool = True) -> WarmReport:
+        """Compute and store the KV of documents or texts; what is stored already is skipped.
+
+        Raises:
+            PromptError: a text is empty or longer than the context.
+            StoreError: the KV cannot be written.
+        """
+        return self.runtime.warm(_texts(chunks), show_progress=show_progress)
+
+    def prefetch(self, chunks: Iterable[Document | str]) -> None:
+        """Announce documents or texts that a prompt will soon hold: their KV is read ahead, new ones become known."""
+        self.runtime.prefetch(_texts(chunks))
+
+    async def aprefetch(self, chunks: Iterable[Document | str]) -> None:
+        """`prefetch` for an event loop, which should not wait while new texts are tokenized."""
+        await asyncio.to_thread(self.prefetch, chunks)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of the target model's tokenizer; LangChain's own default fetches GPT-2's."""
+        return list(self.runtime.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def _answers(self) -> Answers:
+        return Answers(self.model, self.runtime.tokenizer)
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What an answer depends on: LangChain traces it, and finds answers in its cache by it."""
+        shaping = {"model", "speculative_model", "policy", "policy_options", "scoring", "recompute_ratio"}
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop_sequences": self.stop}
+        return {**self.config.model_dump(include=shaping), **own, "model_kwargs": self.model_kwargs}
+
+    def _params(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of one call: the fields, then `model_kwargs`, then the call's own. None means not given.
+
+        Raises:
+            ConfigurationError: the call asks for another model.
+        """
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        given.pop("stream", None)  # how LangChain forbids or demands streaming
+        asked = given.pop("model", self.model)
+        if asked != self.model:
+            raise ConfigurationError(
+                f"The call asks for model {asked!r}; this {type(self).__name__} serves {self.model!r}.",
+                hint=f"Make a second one: {type(self).__name__}(model={asked!r}, ...).",
+            )
+        ends = self.stop if stop is None else stop
+        return {
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            **self.model_kwargs,
+            **({"stop": ends} if ends else {}),
+            **given,
+        }
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """A live engine is no part of the state: what is unpickled takes its process's own."""
+        state = super().__getstate__()
+        return {**state, "__pydantic_private__": {**(state["__pydantic_private__"] or {}), "_runtime": None}}
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A live engine cannot be copied: a copy shares it."""
+        memo = {} if memo is None else memo
+        memo[id(self._runtime)] = self._runtime
+        return super().__deepcopy__(memo)
+
+
+def _texts(chunks: Iterable[Document | str]) -> list[str]:
+    return [chunk if isinstance(chunk, str) else chunk.page_content for chunk in chunks]

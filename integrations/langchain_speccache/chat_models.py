@@ -1,0 +1,134 @@
+"""`ChatSpecCache`: the chat model of a LangChain pipeline, with KV reuse behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from pydantic import BaseModel, Field
+
+from langchain_speccache.base import SpecCacheModel
+from langchain_speccache.messages import Turn, as_turns
+from langchain_speccache.responses import PROVIDER
+from langchain_speccache.structured import Method, structured_output
+from langchain_speccache.templates import fit
+from speccache_rag.errors import PromptError
+
+
+class ChatSpecCache(SpecCacheModel, BaseChatModel):
+    """A chat model that reuses the KV of chunks it knows, wherever they stand in the prompt.
+
+    The chain around it stays as it is: chunks are found in the rendered prompt.
+
+        llm = ChatSpecCache(model="Qwen/Qwen2.5-1.5B-Instruct", speculative_model="HuggingFaceTB/SmolLM2-135M-Instruct")
+        llm.warm(documents)
+        ({"context": retriever | join, "question": RunnablePassthrough()} | prompt | llm).invoke("...")
+
+    Options of `SpecCacheConfig` are given by name; or give a whole `config`, or a live `runtime`. A call, `bind` and
+    `model_kwargs` take vLLM's `SamplingParams` by name (`top_p`, `seed`, `logprobs`, ...) and `policy`,
+    `recompute_ratio`, `scoring`. An answer's `usage_metadata` counts reused tokens as `cache_read`; its
+    `response_metadata["speccache"]` is the prefill report.
+
+    Raises:
+        ConfigurationError: an option is unknown or out of range, or options come from two sources.
+    """
+
+    streaming: bool | None = Field(default=None, description="LangChain's switch: True streams behind `invoke` too.")
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: Method = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """This model, held to a schema by vLLM's guided decoding, with a parser behind it.
+
+        Args:
+            schema: a Pydantic class, a TypedDict, a JSON schema or a function schema.
+            include_raw: give {"raw", "parsed", "parsing_error"} instead of what was parsed.
+            method: "json_schema" and "function_calling" decode under the schema; "json_mode" under JSON's grammar only.
+            strict: taken for LangChain's sake; decoding under a schema is always strict.
+            **kwargs: bound to every call: `max_tokens`, `temperature`, `policy`, ...
+
+        Raises:
+            ValueError: the method is unknown, or the schema is of no kind that LangChain converts.
+        """
+        return structured_output(self, schema, include_raw=include_raw, method=method, **kwargs)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        params = self._params(stop, kwargs)
+        return self._answers.chat_result(self.runtime.generate(self._turns(messages), **params))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        params = self._params(stop, kwargs)
+        turns = await asyncio.to_thread(self._turns, messages)  # may load the tokenizer
+        return self._answers.chat_result(await self.runtime.agenerate(turns, **params))
+
+    # LangChain itself tells callbacks of each chunk that these yield.
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        params, answers = self._params(stop, kwargs), self._answers
+        with closing(self.runtime.stream(self._turns(messages), **params)) as deltas:  # leaving early frees the request
+            for delta in deltas:
+                yield answers.chat_chunk(delta)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        params = self._params(stop, kwargs)
+        turns = await asyncio.to_thread(self._turns, messages)
+        answers = self._answers
+        async with aclosing(self.runtime.astream(turns, **params)) as deltas:
+            async for delta in deltas:
+                yield answers.chat_chunk(delta)
+
+    def _turns(self, messages: Sequence[BaseMessage]) -> list[Turn]:
+        turns = as_turns(messages)
+        tokenizer = self.runtime.tokenizer
+        if not tokenizer.chat_template:
+            raise PromptError(
+                f"The tokenizer of {self.model!r} has no chat template, so it is no chat model.",
+                hint="Use SpecCacheCompletion, which takes prompts as text.",
+            )
+        return fit(turns, tokenizer)
+
+    @property
+    def _llm_type(self) -> str:
+        return "speccache-chat"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=self.stop if stop is None else stop, **kwargs)
+        return {**params, "ls_provider": PROVIDER}  # subclasses too

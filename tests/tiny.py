@@ -1,4 +1,4 @@
-"""Complete model folders made from nothing: random weights, a small tokenizer, every architecture we support.
+"""Complete model folders made from nothing: random weights, a small tokenizer, every architecture of tests/kinds.py.
 
 The weights are large enough for peaked attention and spread logits, so that one wrong key or value shows.
 """
@@ -10,19 +10,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.kinds import KINDS
 
 VOCAB_SIZE = 768
 WEIGHT_STD = 0.12
@@ -32,30 +22,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 1024,
-}
-
-KINDS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "yarn": (Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN_ROPE}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-}
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -116,22 +82,22 @@ def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(folder: Path, kind: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
-    """A model folder (config, float32 weights, tokenizer) of one of `KINDS`.
+    """A model folder (config, float32 weights, tokenizer) of one of `KINDS` (tests/kinds.py).
 
     Args:
         folder: Where to write it.
-        kind: Architecture and RoPE kind.
+        kind: Name of one of `KINDS`.
         seed: Same seed, same weights.
         overrides: Fields of the config to set differently.
 
     Returns:
         `folder`.
     """
-    config_class, model_class, options = KINDS[kind]
+    made = KINDS[kind]
     tokenizer = tiny_tokenizer(folder)
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = config_class(**{**SIZES, **special, "dtype": torch.float32, **options, **overrides})
-    model = model_class(config).float()
+    config = made.config(**{**SIZES, **special, "dtype": torch.float32, **made.options, **overrides})
+    model = made.model(config).float()
     _randomize(model, seed)
     model.save_pretrained(folder)
     return folder

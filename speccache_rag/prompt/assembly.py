@@ -142,7 +142,22 @@ def _encode(backend: Tokenizer, text: str) -> tuple[tuple[int, ...], Offsets]:
             f"The text is not valid Unicode: {error}.", hint="Decode the source with errors='replace'."
         ) from error
     encoding = backend.encode(text, add_special_tokens=False)
-    return tuple(encoding.ids), np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)
+    offsets = np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)
+    return tuple(encoding.ids), _without_gaps(offsets, len(text))
+
+
+def _without_gaps(offsets: Offsets, n_chars: int) -> Offsets:
+    """Every character belongs to a token: one that none claims, to the tokens before it, and before all to the first.
+
+    A tokenizer that composes its text (NFC: Qwen) does not claim the combining mark that it made part of a letter; one
+    that cannot spell every byte (SmolLM2) drops what it cannot.
+    """
+    if len(offsets):
+        starts, ends = offsets.T
+        starts[starts == starts[0]] = 0
+        following = np.append(starts, np.int32(n_chars))[np.searchsorted(starts, starts, side="right")]
+        np.maximum(ends, following, out=ends)
+    return offsets
 
 
 def _two_voices(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, Tokenizer, int | None]:

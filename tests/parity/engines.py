@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from speccache_rag.types import AssembledPrompt, ChunkKV, Completion, Selection
 # prefill does, and nothing more may differ.
 LOGPROB_ATOL = 2e-4
 KV_ATOL = 2e-4
+# Two implementations of the same model in float32: other kernels, other order of sums.
+ENGINES_ATOL = 2e-3
 
 CHUNKS = (
     "The mill of Arden was built in 1892 by masons from the north. It ground rye for forty years, and it burned down "
@@ -70,6 +73,28 @@ def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | No
     else:
         from tests.parity.vllm_kv import written_kv as written
     return written(sc, prompt, selection)
+
+
+def store_of(sc: SpecCache) -> Any:
+    """The disk store of an engine, with RAM in front; vLLM's worker has its own over the same folder."""
+    engine: Any = sc._open().engine
+    return engine._store if sc.config.engine == "transformers" else engine._disk
+
+
+def poison_cache(sc: SpecCache, value: float) -> None:
+    """Put `value` everywhere in the cache that requests share; whoever reads a row it did not write will show it.
+
+    The Transformers engine has no such cache: each request's begins at zero.
+    """
+    if sc.config.engine != "transformers":
+        from tests.parity.vllm_kv import poison_cache as poison
+
+        poison(sc, value)
+
+
+def first_tokens(kv: ChunkKV, n: int) -> ChunkKV:
+    """The KV of the first `n` tokens."""
+    return replace(kv, keys=kv.keys[:, :n], values=kv.values[:, :n], token_ids=kv.token_ids[:n])
 
 
 def assert_kv_equal(found: ChunkKV, expected: ChunkKV, layers: slice = slice(None), atol: float = KV_ATOL) -> None:

@@ -9,13 +9,19 @@ import pytest
 
 from speccache_rag import SpecCache
 from speccache_rag.factory import build_store
-from tests.parity.engines import CHUNKS, ask, assert_kv_equal, assert_same, difference, prepared, prompt_of, written_kv
+from tests.parity.engines import (
+    CHUNKS,
+    ENGINES_ATOL,
+    ask,
+    assert_kv_equal,
+    assert_same,
+    difference,
+    prepared,
+    written_kv,
+)
+from tests.parity.laws import THREE
 
 pytestmark = pytest.mark.vllm
-
-# Two implementations of the same model in float32: other kernels, other order of sums.
-ENGINES_ATOL = 2e-3
-THREE = prompt_of(CHUNKS)
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,9 @@ import pytest
 from speccache_rag import SpecCache
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.types import Selection
-from tests.parity.engines import CHUNKS, ask, assert_same, prepared, prompt_of, written_kv
+from tests.parity.engines import CHUNKS, ask, assert_same, prepared, written_kv
+from tests.parity.laws import THREE
 from tests.tiny import tiny_model
-
-THREE = prompt_of(CHUNKS)
-ENGINES = ["tsc", pytest.param("sc", marks=pytest.mark.vllm)]
-
-
-@pytest.fixture(params=ENGINES)
-def engine_sc(request: pytest.FixtureRequest) -> SpecCache:
-    running: SpecCache = request.getfixturevalue(request.param)
-    running.warm(CHUNKS, show_progress=False)
-    return running
 
 
 @pytest.mark.parametrize("of", ["value", "key"])

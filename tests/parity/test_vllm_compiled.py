@@ -9,11 +9,15 @@ import pytest
 
 from speccache_rag import SpecCache
 from tests.conftest import tiny_engine_options
-from tests.parity.engines import CHUNKS, ask, assert_kv_equal, assert_same, difference, prepared, prompt_of, written_kv
+from tests.parity.engines import CHUNKS, ask, assert_same, difference
+from tests.parity.laws import (
+    THREE,
+    assert_a_chunk_at_its_place_is_plain_prefill,
+    assert_layer_0_is_plain_prefill,
+    assert_ratio_one_is_plain_prefill,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-THREE = prompt_of(CHUNKS)
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +34,19 @@ def compiled(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_recompute_ratio_one_equals_plain_prefill(compiled: SpecCache) -> None:
-    plain = ask(compiled, THREE, policy="full_recompute")
-    assert_same(ask(compiled, THREE, recompute_ratio=1.0), plain)
-    assert difference(ask(compiled, THREE, policy="full_reuse"), plain) > 1e-2, "reuse is exact; this shows nothing"
-    assert_same(ask(compiled, THREE, policy="full_recompute", cold=False), plain)
+    assert_ratio_one_is_plain_prefill(compiled)
+
+
+def test_reuse_then_plain_equals_cold(compiled: SpecCache) -> None:
+    cold = ask(compiled, THREE, policy="full_recompute")
+    assert difference(ask(compiled, THREE, policy="full_reuse"), cold) > 1e-2, "reuse is exact; this shows nothing"
+    assert_same(ask(compiled, THREE, policy="full_recompute", cold=False), cold)
 
 
 @pytest.mark.parametrize("policy", ["speccache", "cacheblend", "epic", "full_reuse"])
 def test_layer_0_kv_equals_plain_prefill_under_any_policy(compiled: SpecCache, policy: str) -> None:
-    request = prepared(compiled, THREE, policy=policy, recompute_ratio=0.15).request
-    reused, plain = (written_kv(compiled, request.prompt, s) for s in (request.selection, None))
-    assert_kv_equal(reused, plain, layers=slice(0, 1))
+    assert_layer_0_is_plain_prefill(compiled, policy)
+
+
+def test_one_chunk_at_its_captured_position_equals_plain_prefill(compiled: SpecCache) -> None:
+    assert_a_chunk_at_its_place_is_plain_prefill(compiled)

@@ -46,6 +46,25 @@ def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | No
     return dataclasses.replace(kv, keys=kv.keys.clone(), values=kv.values.clone())
 
 
+def poison_cache(sc: SpecCache, value: float) -> None:
+    """Fill the whole paged cache; nothing that vLLM's prefix cache knew of it is left."""
+    host = sc._open()
+    engine = host.engine
+    assert isinstance(engine, VllmEngine)
+
+    async def run() -> None:
+        await engine._alive().collective_rpc(_fill_cache, args=(value,))
+        await engine.reset_prefix_cache()
+
+    host.loop.run(run())
+
+
+def _fill_cache(worker: Any, value: float) -> None:
+    """Runs in vLLM's worker."""
+    for layer in worker.model_runner.compilation_config.static_forward_context.values():
+        layer.kv_cache.fill_(value)
+
+
 def _probe_key(prompt: AssembledPrompt, selection: Selection | None) -> Any:
     chosen = () if selection is None else tuple(selection.positions.tolist())
     return hashlib.sha256(repr((prompt.token_ids, selection is None, chosen)).encode()).hexdigest()

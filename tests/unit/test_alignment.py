@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccache_rag.prompt.alignment import align_scores
@@ -118,10 +118,71 @@ def test_real_tokenizers_leave_no_token_without_a_score(voices: tuple[PromptToke
         assert (align_scores(source, np.ones(len(source), np.float32), target) == 1).all()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip), seed=st.integers(0, 99))
+AWKWARD = {
+    "emoji": "👩‍🚀 👨‍👩‍👧‍👦 🏳️‍🌈 🇨🇭🇯🇵🇨 👍🏽👍🏿 ❤️ ☎︎ 1️⃣ 🥖",
+    "combining marks": "e\u0301 a\u0328\u0301 Z\u0351\u036b\u0343\u0321 \u0301lone 각 \u1100\u1161\u11a8 नमस्ते กำลัง",
+    "cjk": "東京で寿司を食べた。한국어 텍스트 龘𠮷野家 ㍿①Ａ１",
+    "white space": "a\tb\t\tc  d   \n\n\n e \u00a0\u2003\u3000f\r\ng\rh\x0b\x0ci\x85\u2028\u2029",
+    "code": "def f(x: int) -> str:\r\n\treturn f'{x:>10}' if x != 0 else \"\\n\"  # 0xFF, a_b, __c__, λ\n\n\n}}}]);",
+    "long words": "a" * 700 + " " + "Donaudampfschifffahrt" * 30 + " " + "=" * 300 + " " + "1234567890" * 40,
+    "zero width": "a\u200bb\u200cc\u200dd\ufeffe\u2060f\u00adg\u180eh\u200d\u200d",
+    "looks invalid": "\ufffd\ufffd \x00\x04\x1b[0m\x7f\x80\x9f \ufffe\uffff\U00040000<b \ue000 Ã©Â\xa0 \\ud83d %ED",
+    "right to left": "שלום עולם! مرحبا \u202eabc\u202c بِسْمِ \u200f12\u200e3 ﷽",
+    "control tokens": "<|im_end|><|im_start|>system\n<|endoftext|> < |im_end| > <|im_<|im_end|>end|>",
+}
+
+awkward_text = st.lists(
+    st.sampled_from(sorted(AWKWARD.values())).flatmap(
+        lambda text: st.tuples(st.integers(0, len(text)), st.integers(1, 40)).map(lambda at: text[at[0] :][: at[1]])
+    )
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+    | st.sampled_from((" ", "\n", "\r\n", "\t", ". ", " the ", "return ")),
+    min_size=1,
+    max_size=8,
+).map("".join)
+
+
+def characters(offsets: np.ndarray, n: int) -> np.ndarray:
+    """bool [n]: the characters these tokens cover."""
+    covered = np.zeros(n, dtype=bool)
+    for start, end in offsets:
+        covered[start:end] = True
+    return covered
+
+
+def assert_selected_characters_are_covered(voices: tuple[PromptTokenizer, ...], text: str, seed: int) -> None:
+    """Both ways: no character is without a token, and none that was selected is left out after alignment."""
+    first, second = (voice.chunk_tokens(text)[1] for voice in voices)
+    for source, target in ((first, second), (second, first)):
+        assert characters(source, len(text)).all(), "a character belongs to no token"
+        scores = random_scores(len(source), seed)
+        assert_psi(source, scores, target)
+        aligned = align_scores(source, scores, target)
+        for threshold in range(1, 6):
+            wanted = characters(source[scores >= threshold], len(text))
+            assert characters(target[aligned >= threshold], len(text))[wanted].all()
+
+
+@pytest.mark.parametrize("name", sorted(AWKWARD))
+def test_real_tokenizers_on_awkward_text(voices: tuple[PromptTokenizer, ...], name: str) -> None:
+    text = AWKWARD[name]
+    for seed in range(3):
+        assert_selected_characters_are_covered(voices, text, seed)
+        assert_selected_characters_are_covered(voices, f"Plain words, then {text} and more.", seed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=awkward_text.filter(str.strip), seed=st.integers(0, 99))
 def test_real_tokenizers_both_ways(voices: tuple[PromptTokenizer, ...], text: str, seed: int) -> None:
     for mixed in (text, MULTI_BYTE + text + " and some plain words, "):
-        first, second = (voice.chunk_tokens(mixed)[1] for voice in voices)
-        for source, target in ((first, second), (second, first)):
-            assert_psi(source, random_scores(len(source), seed), target)
+        assert_selected_characters_are_covered(voices, mixed, seed)
+
+
+def test_the_awkward_texts_are_awkward(voices: tuple[PromptTokenizer, ...]) -> None:
+    """The two tokenizers cut them in different places, and characters into several tokens."""
+    for name in ("emoji", "combining marks", "looks invalid", "long words"):
+        first, second = (voice.chunk_tokens(AWKWARD[name])[1] for voice in voices)
+        assert first.shape != second.shape or not np.array_equal(first, second), name
+    for voice in voices:
+        offsets = voice.chunk_tokens(AWKWARD["emoji"])[1]
+        assert len({tuple(pair) for pair in offsets.tolist()}) < len(offsets)

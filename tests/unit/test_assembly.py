@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -202,6 +202,16 @@ def test_offsets_keep_white_space(tiny: PreTrainedTokenizerFast) -> None:
     for start, end in PromptTokenizer(with_bos(tiny)).chunk_tokens(text)[1]:
         covered[start:end] = True
     assert covered.all()
+
+
+def test_a_mark_that_became_part_of_a_letter_belongs_to_its_tokens(tiny: PreTrainedTokenizerFast) -> None:
+    """Or a chunk cut between the two would be taken to hold the bare letter, and aligned scores would skip the mark."""
+    tokenizer = copy.deepcopy(tiny)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    ids, offsets = PromptTokenizer(tokenizer).chunk_tokens("cafe\u0301")
+    assert tokenizer.decode(ids) == "caf\u00e9"
+    assert offsets[-1].tolist() == [3, 5]
+    assert (offsets[1:, 0] <= offsets[:-1, 1]).all()
 
 
 def test_control_tokens_not_marked_special(tiny: PreTrainedTokenizerFast) -> None:

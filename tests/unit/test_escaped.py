@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 
 import pytest
@@ -88,12 +87,3 @@ def test_an_escaped_chunk_that_was_cut_is_told(told: Told) -> None:
 def test_nothing_to_tell(prompt: str, told: Told) -> None:
     look(prompt, known=(TWO_LINES, QUOTES, FOX, OWL))
     assert told() == []
-
-
-def test_a_long_prompt_of_escapes_is_searched_quickly() -> None:
-    index = make_index(*TEXTS)
-    escaped = EscapedChunks(index.find)
-    prompt = r"C:\new\table " * 10_000
-    started = time.perf_counter()
-    escaped.look(prompt, [])
-    assert time.perf_counter() - started < 1.0

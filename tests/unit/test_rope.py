@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_apply
 
 from speccache_rag.engines.rope import RopeTable
-from tests.tiny import LLAMA3_ROPE, YARN_ROPE
+from tests.kinds import LLAMA3_ROPE, YARN_ROPE
 
 P, T, H, D = 1024, 7, 3, 32
 # A float32 angle near P is right to P * 6e-8, and keys here are as long as 4.

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 
 import numpy as np
 import pytest
@@ -123,15 +122,3 @@ def test_completion_only_adds_and_is_idempotent(importance: np.ndarray, data: st
     completed = complete(chosen, span_of, TAU_COVER)
     assert completed[chosen].all()
     assert (complete(completed, span_of, TAU_COVER) == completed).all()
-
-
-def test_five_thousand_tokens_take_less_than_10_ms() -> None:
-    importance = np.random.default_rng(0).random(5000)
-    chunk_of = np.arange(5000) // 256
-
-    def once() -> float:
-        start = time.perf_counter()
-        complete(importance > 0.8, split_spans(importance, chunk_of, TAU_SMOOTH, MAX_SPAN), TAU_COVER)
-        return time.perf_counter() - start
-
-    assert min(once() for _ in range(5)) < 0.010

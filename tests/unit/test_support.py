@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backend import AttentionType
 
@@ -39,7 +40,13 @@ def config_with(
 ) -> Any:
     """A vLLM configuration of a plain decoder, with the given changes."""
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, **(parallel or {})}
-    facts = {"use_mla": False, "is_encoder_decoder": False, "runner_type": "generate", **(model or {})}
+    facts = {
+        "use_mla": False,
+        "is_encoder_decoder": False,
+        "runner_type": "generate",
+        "using_transformers_backend": lambda: False,
+        **(model or {}),
+    }
     hf = SimpleNamespace(**{"rope_parameters": {"rope_type": "default"}, "layer_types": None, **(text or {})})
     return SimpleNamespace(
         model_config=SimpleNamespace(model="a-model", hf_text_config=hf, get_sliding_window=lambda: window, **facts),
@@ -82,6 +89,7 @@ def test_plain_decoders_are_accepted(changes: dict[str, Any]) -> None:
         ({"text": rope("default", mrope_section=[8, 12, 12])}, "sections (multimodal)"),
         ({"model": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model": {"runner_type": "pooling"}}, "does not generate text"),
+        ({"model": {"using_transformers_backend": lambda: True}}, "its Transformers backend does not show its RoPE"),
         ({"parallel": {"tensor_parallel_size": 2}}, "tensor_parallel_size is 2"),
         ({"parallel": {"pipeline_parallel_size": 3}}, "pipeline_parallel_size is 3"),
         ({"parallel": {"data_parallel_size": 4}}, "data_parallel_size is 4"),
@@ -132,6 +140,12 @@ def attention(**changes: Any) -> Attention:
     return layer
 
 
+class Recurrent(nn.Module, AttentionLayerBase):
+    """Keeps state that is not KV, as Mamba does."""
+
+    get_attn_backend = get_kv_cache_spec = None  # type: ignore[assignment]
+
+
 def runner_with(layers: dict[str, Any], groups: int = 1) -> Any:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers), attn_groups=[object()] * groups
@@ -140,7 +154,8 @@ def runner_with(layers: dict[str, Any], groups: int = 1) -> Any:
 
 def test_plain_attention_layers_are_found_in_order() -> None:
     layers = {f"layers.{i}": attention() for i in (2, 0, 1)}
-    found = attention_layers(runner_with(layers))
+    experts = {"layers.0.experts": nn.Linear(1, 1)}  # vLLM lists them too; they keep nothing
+    found = attention_layers(runner_with({**layers, **experts}))
     assert list(found.items()) == list(layers.items())
 
 
@@ -150,7 +165,7 @@ UPDATING = SimpleNamespace(get_name=lambda: "EAGER", forward_includes_kv_cache_u
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (nn.Linear(1, 1), "it is a Linear, not attention with a KV cache"),
+        (Recurrent(), "it is a Recurrent, not attention with KV"),
         (attention(sliding_window=64), "sliding-window attention (window 64)"),
         (attention(attn_type=AttentionType.ENCODER_ONLY), "encoder_only"),
         (attention(kv_sharing_target_layer_name="layers.0"), "shares another layer's KV cache"),

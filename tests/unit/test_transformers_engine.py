@@ -41,6 +41,7 @@ from transformers import (
 from speccache_rag.engines import proofs
 from speccache_rag.engines.base import EngineDelta, EngineRequest
 from speccache_rag.engines.transformers import model as model_module
+from speccache_rag.engines.transformers import support
 from speccache_rag.engines.transformers.engine import TransformersEngine
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.options import checked, resolve_device
@@ -506,6 +507,7 @@ def made(config_class: Any, model_class: Any, tmp_path: Path, **options: Any) ->
         (GPTNeoXConfig, GPTNeoXForCausalLM, 0.25, True),
         (PhiConfig, PhiForCausalLM, 0.5, True),
         (CohereConfig, CohereForCausalLM, 1.0, False),
+        (GlmConfig, GlmForCausalLM, 0.5, False),
     ],
 )
 def test_partial_rotary_and_neighbour_pairs_pass_the_self_check(
@@ -518,8 +520,11 @@ def test_partial_rotary_and_neighbour_pairs_pass_the_self_check(
     self_check(target)
 
 
-def test_the_self_check_refuses_a_rotation_the_table_does_not_describe(tmp_path: Path) -> None:
-    """GLM's module gives angles like Llama's and then pairs neighbours."""
+def test_the_self_check_refuses_a_rotation_the_table_does_not_describe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GLM's module gives angles like Llama's and then pairs neighbours, which only its own function shows."""
+    monkeypatch.setattr(support, "_rotation_of", lambda model: None)
     with pytest.raises(SelfCheckFailed, match="Positional recovery by 463"):
         self_check(made(GlmConfig, GlmForCausalLM, tmp_path))
 

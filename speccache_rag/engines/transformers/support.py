@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,25 +80,50 @@ def rope_table(model: nn.Module, positions: int) -> RopeTable:
     _refuse(type(model).__name__, {f"it has {len(found)} rotary modules; one is supported": len(found) != 1})
     rotary: Any = found[0]
     frequencies: torch.Tensor = rotary.inv_freq.float()
-    scale = float(rotary.attention_scaling)
     angles = torch.arange(positions, device=frequencies.device)[:, None].float() * frequencies
     sample = torch.linspace(0, positions - 1, ROPE_SAMPLES, device=frequencies.device).long()
     # The module gives its angles in the dtype of its first argument.
     cos, sin = rotary(torch.empty(1, device=frequencies.device), sample[None])
+    apply = _rotation_of(model)
+    scale = float(rotary.attention_scaling)
+    turn = (angles.cos(), angles.sin())
     for neox in (True, False):
-        # Both members of a pair turn by one angle: halves of the head are paired (NeoX), or neighbours (GPT-J).
-        at = angles[sample]
-        both = torch.cat((at, at), dim=-1) if neox else at.repeat_interleave(2, dim=-1)
-        if _same(cos, both.cos() * scale) and _same(sin, both.sin() * scale):
-            return RopeTable(angles.cos(), angles.sin(), neox)
+        table = RopeTable(*turn, neox)
+        if _rotates_as(table, sample, cos, sin, scale, apply):
+            return table
     raise UnsupportedModel(
         f"{type(model).__name__} is not supported: its {type(rotary).__name__} does more than rotate pairs by position "
         "times frequency."
     )
 
 
+def _rotation_of(model: nn.Module) -> Any:
+    """The function with which the model's own module turns queries and keys; None where it has no such function."""
+    apply = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
+    usual = apply is not None and list(inspect.signature(apply).parameters)[:4] == ["q", "k", "cos", "sin"]
+    return apply if usual else None
+
+
+def _rotates_as(
+    table: RopeTable, sample: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, apply: Any
+) -> bool:
+    """Whether the model turns keys at the positions `sample` as `table` does, times `scale`.
+
+    `cos` and `sin` are its own, [1, S, R]. How they pair up the members of a head (halves, as in NeoX, or neighbours,
+    as in GPT-J) shows in its `apply`; a model that has none is taken to pair what gets the same angle.
+    """
+    both = [t[sample] for t in (table.cos, table.sin)]
+    if apply is None:
+        both = [torch.cat((t, t), dim=-1) if table.neox else t.repeat_interleave(2, dim=-1) for t in both]
+        return _same(cos[0], both[0] * scale) and _same(sin[0], both[1] * scale)
+    key = torch.linspace(-1, 1, cos.shape[-1], device=cos.device).expand(1, 1, len(sample), -1)
+    turned = apply(key, key, cos, sin)[1][0, 0]
+    expected = [table.move(key[0, 0, :1], position) for position in sample.tolist()]
+    return _same(turned, torch.cat(expected) * scale)
+
+
 def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return found.shape == (1, *expected.shape) and bool(torch.allclose(found[0], expected, atol=1e-6, rtol=0))
+    return found.shape == expected.shape and bool(torch.allclose(found, expected, atol=1e-5, rtol=0))
 
 
 def kv_shape(name: str, cache: Cache, n_layers: int, n_tokens: int) -> KVShape:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from speccache_rag.engines.rope import RopeTable
@@ -47,6 +48,9 @@ def check_config(config: VllmConfig) -> None:
         f"its RoPE is of kind {kind!r}; supported are {', '.join(ROPE_TYPES)}": kind not in ROPE_TYPES,
         "its RoPE has sections (multimodal)": "mrope_section" in rope,
         "it is an encoder-decoder model": model.is_encoder_decoder,
+        "vLLM has no model class of its own for it, and its Transformers backend does not show its RoPE": (
+            model.using_transformers_backend()
+        ),
         "it does not generate text": model.runner_type != "generate",
         f"tensor_parallel_size is {parallel.tensor_parallel_size}; only 1 is supported": (
             parallel.tensor_parallel_size != 1
@@ -73,9 +77,10 @@ def attention_layers(runner: GPUModelRunner) -> dict[str, Attention]:
     state: Mapping[str, Any] = runner.compilation_config.static_forward_context
     layers = {}
     for name, layer in state.items():
-        _refuse(
-            name, {f"it is a {type(layer).__name__}, not attention with a KV cache": not isinstance(layer, Attention)}
-        )
+        if not isinstance(layer, AttentionLayerBase):
+            continue  # keeps nothing from one step to the next, as a mixture of experts
+        if not isinstance(layer, Attention):
+            raise UnsupportedModel(f"{name} is not supported: it is a {type(layer).__name__}, not attention with KV.")
         impl, backend = layer.impl, layer.attn_backend
         _refuse(
             name,

@@ -1,5 +1,5 @@
 # Each target sets up all it needs on a bare machine with Python 3.11 or 3.12, and only once:
-#   make demo [ARGS="--json out.json"]   make test   make check
+#   make demo [ARGS="--json out.json"]   make test   make check   make lowest
 
 PYTHON ?= python3
 BIN    := .venv/bin
@@ -7,13 +7,23 @@ READY  := .venv/ready
 TARGET := .models/Qwen2.5-Coder-0.5B-Instruct
 SMALL  := .models/SmolLM2-135M-Instruct
 
-.PHONY: demo test check
+.PHONY: demo test check lowest
 
 demo: $(READY) $(TARGET)/config.json $(SMALL)/config.json
 	$(BIN)/speccache demo --target $(TARGET) --speculative $(SMALL) $(ARGS)
 
 test: $(READY) $(SMALL)/config.json
 	$(BIN)/python -m pytest $(ARGS)
+
+# The integrations again, on the lowest versions of both frameworks that pyproject.toml allows.
+lowest: .lowest/ready
+	PYTHONPATH=.lowest $(BIN)/python -m pytest tests/unit -k "llama_index or langchain" $(ARGS)
+	PYTHONPATH=.lowest $(BIN)/python -m pytest tests/integration/llama_index $(ARGS)
+
+.lowest/ready: pyproject.toml | $(READY)
+	rm -rf .lowest
+	$(BIN)/python -m pip install -qq --no-deps --target .lowest llama-index-core==0.14.8 langchain-core==1.1.0
+	@touch $@
 
 check: $(READY)
 	$(BIN)/ruff format --check

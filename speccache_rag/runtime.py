@@ -85,6 +85,18 @@ class SpecCache:
                 found = cls._shared[key] = cls.from_config(config)
             return found
 
+    # Frameworks copy and pickle whatever holds a model. A live engine cannot be copied: a copy shares it, and what is
+    # unpickled finds its process's own by the configuration.
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SpecCache.shared, (self.config,)
+
     # What it runs on.
 
     @property

@@ -8,7 +8,6 @@ from typing import Any
 
 from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
-from typing_extensions import Self
 
 from langchain_speccache.responses import Answers
 from speccache_rag.config import SpecCacheConfig
@@ -127,17 +126,6 @@ class SpecCacheModel(BaseModel):
             **({"stop": ends} if ends else {}),
             **given,
         }
-
-    def __getstate__(self) -> dict[Any, Any]:
-        """A live engine is no part of the state: what is unpickled takes its process's own."""
-        state = super().__getstate__()
-        return {**state, "__pydantic_private__": {**(state["__pydantic_private__"] or {}), "_runtime": None}}
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A live engine cannot be copied: a copy shares it."""
-        memo = {} if memo is None else memo
-        memo[id(self._runtime)] = self._runtime
-        return super().__deepcopy__(memo)
 
 
 def _texts(chunks: Iterable[Document | str]) -> list[str]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from speccache_rag.config import SpecCacheConfig
+from speccache_rag.runtime import SpecCache
 from speccache_rag.types import Completion, Delta, Explanation, PrefillReport, TokenExplanation, Usage, WarmReport
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -37,6 +38,12 @@ class FakeRuntime:
         self.closed = False
         self.fault: Exception | None = None
         self.logprobs: list[Mapping[int, float]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeRuntime:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shared, (self.config,)
 
     def __enter__(self) -> FakeRuntime:
         return self
@@ -104,3 +111,7 @@ class FakeRuntime:
         ttft_s = 6.0 if policy == "full_recompute" else 2.0
         report = PrefillReport(prompt_tokens=n, fresh_tokens=n, policy=policy, scoring=scoring, ttft_s=ttft_s)
         return Completion(text, report, Usage(n, len(self.pieces)), "stop", self.logprobs)
+
+
+def _shared(config: SpecCacheConfig) -> SpecCache:
+    return SpecCache.shared(config)

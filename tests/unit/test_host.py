@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -374,3 +376,20 @@ def test_a_text_too_long_for_a_chunk_is_passed_over(maker: Maker, config: SpecCa
     with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
         sc.start().prefetch(["word " * 2000, A])
         assert sc.stats()["known_chunks"] == 1
+
+
+# Copies.
+
+
+def test_copies_share_the_engine_and_pickles_find_it(
+    maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpecCache, "_shared", {})
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        assert copy.copy(sc) is sc
+        assert copy.deepcopy({"llm": sc})["llm"] is sc
+        found = pickle.loads(pickle.dumps(sc))
+        assert found is SpecCache.shared(sc.config)
+        found.start()
+        assert len(maker.made) == 1
+        found.close()

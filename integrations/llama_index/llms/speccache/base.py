@@ -204,15 +204,3 @@ class SpecCacheLLM(GuidedLLM):
         own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
         sources: tuple[Mapping[str, Any], ...] = (own, self.additional_kwargs, kwargs)
         return {name: value for source in sources for name, value in source.items() if value is not None}
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SpecCacheLLM:
-        """A live engine cannot be copied: a copy shares it."""
-        memo = {} if memo is None else memo
-        memo[id(self._runtime)] = self._runtime
-        return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A live engine cannot be pickled: where it comes back, it finds the process's own by its configuration."""
-        described = self.model_copy(update={})
-        described._runtime = None
-        return super(SpecCacheLLM, described).__getstate__()

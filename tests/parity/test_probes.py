@@ -56,6 +56,18 @@ def test_query_attention_is_a_share_of_one_and_looks_back_only(engine_sc: SpecCa
     assert found[-1] <= 1 / (prompt.n_tokens - prompt.region_end) + 1e-6
 
 
+def test_what_was_kept_of_another_header_changes_nothing(engine_sc: SpecCache) -> None:
+    def attention(header: str) -> np.ndarray:
+        messages = [{"role": "system", "content": header}, *THREE]
+        prompt = prepared(engine_sc, messages, policy="full_reuse").request.prompt
+        return engine_sc._models.query_attention(prompt, "target", "all")
+
+    first, other, again, twice = (attention(header) for header in ("One. ", "Quite another one. ", "One. ", "One. "))
+    assert len(other) > len(first)
+    for same in (again, twice):
+        np.testing.assert_allclose(same, first, atol=1e-5)
+
+
 @pytest.mark.vllm
 def test_both_engines_answer_the_same(sc: SpecCache, tsc: SpecCache) -> None:
     for running in (sc, tsc):

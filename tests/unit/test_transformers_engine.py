@@ -341,14 +341,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes = 0
         self._permits = threading.Semaphore(0)
-        forward = TargetModel._forward
+        forward = TargetModel._output
 
         def gated(*args: Any, **kwargs: Any) -> Any:
             assert self._permits.acquire(timeout=20)
             self.passes += 1
             return forward(*args, **kwargs)
 
-        monkeypatch.setattr(TargetModel, "_forward", gated)
+        monkeypatch.setattr(TargetModel, "_output", gated)
 
     def open(self, n: int = 1) -> None:
         self._permits.release(n)
@@ -559,11 +559,12 @@ def test_the_self_check_finds_a_rotation_off_by_one(llama: TargetModel, monkeypa
 
 
 def test_the_self_check_finds_positions_that_are_ignored(llama: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = TargetModel._forward
+    decoder = llama._model.base_model
+    forward = decoder.forward
 
-    def consecutive(self: TargetModel, ids: Any, positions: torch.Tensor, *rest: Any) -> Any:
-        return forward(self, ids, torch.arange(len(positions)), *rest)
+    def consecutive(*args: Any, position_ids: torch.Tensor, **rest: Any) -> Any:
+        return forward(*args, position_ids=torch.arange(position_ids.shape[1])[None], **rest)
 
-    monkeypatch.setattr(TargetModel, "_forward", consecutive)
+    monkeypatch.setattr(decoder, "forward", consecutive)
     with pytest.raises(SelfCheckFailed, match="Recompute over a written chunk"):
         self_check(llama)

@@ -67,6 +67,7 @@ class TransformersEngine:
         self.facts = _facts(model, config, self._dtype, _max_model_len(self._options, config))
         self._store = build_store(store)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="speccache-transformers")
+        self._header = inquiry.Header()
         self._target: TargetModel | None = None
         self._closed = False
 
@@ -140,7 +141,7 @@ class TransformersEngine:
     async def query_attention(self, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
         """float32 [T] (see engines.base.Engine)."""
         target = self._alive()
-        return await self._run(lambda: inquiry.query_attention(target, self._store, prompt, layers))
+        return await self._run(lambda: inquiry.query_attention(target, self._store, prompt, layers, self._header))
 
     async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
         """bool [len(keys)]: whose KV is in the store."""

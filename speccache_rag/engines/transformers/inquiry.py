@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +11,8 @@ from transformers import DynamicCache
 
 from speccache_rag.engines.deviation import kv_deviation_of
 from speccache_rag.engines.region import fill_region
-from speccache_rag.engines.transformers.cache import ReuseCache
+from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.transformers.cache import ReuseCache, chunk_kv
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.prefill import region_of
 from speccache_rag.layers import LayerRange, counted_layers
@@ -32,21 +34,43 @@ def kv_deviation(
     raise AssertionError(f"the model never wrote layer {layer} into its cache")
 
 
-def query_attention(target: TargetModel, store: ChunkStore, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
-    """float32 [T] (see engines.base.Engine): all chunks reused, what is in none computed, then the query watched."""
-    region = region_of(prompt, Selection.nothing(prompt))
-    cache = ReuseCache(target.shape, region.end)
+def query_attention(
+    target: TargetModel, store: ChunkStore, prompt: AssembledPrompt, layers: LayerRange, header: Header
+) -> np.ndarray:
+    """float32 [T] (see engines.base.Engine): chunks reused, the rest computed in one pass, its last rows watched."""
+    cache = ReuseCache(target.shape, prompt.n_tokens)
 
     def write(kv: ChunkKV, start: int, skip: int, length: int) -> None:
         cache.write(kv, target.rope, start, skip, length)
 
+    header_ids = prompt.token_ids[: prompt.placements[0].start]
+    known = header.write(cache, target.rope, header_ids)
+    region = replace(region_of(prompt, Selection.nothing(prompt)), computed=known)
     positions, _ = fill_region(region, store, write)
-    target.recompute(prompt.token_ids[: region.end], positions, cache)
-    attentions = target.attend(prompt.token_ids[region.end :], region.end, cache)
-    counted = [attentions[index] for index in counted_layers(len(attentions), layers)]
-    most = torch.stack([of_layer[0].float().amax(dim=0) for of_layer in counted]).amax(dim=0)  # [Q, T]
+    rows = np.concatenate((positions, np.arange(region.end, prompt.n_tokens)))
+    most = target.attend(prompt.token_ids, rows, cache, region.end, counted_layers(target.shape.n_layers, layers))
+    header.keep(cache, header_ids)
     found: np.ndarray = most.mean(dim=0).cpu().numpy()
     return found
+
+
+class Header:
+    """KV of the text before the first chunk, which the prompts of a pipeline share; exact, as nothing precedes it."""
+
+    def __init__(self) -> None:
+        self._kv: ChunkKV | None = None
+
+    def write(self, cache: ReuseCache, rope: RopeTable, token_ids: tuple[int, ...]) -> int:
+        """Write it into a prompt that begins with the same tokens; how many were written."""
+        if self._kv is None or self._kv.token_ids != token_ids:
+            return 0
+        cache.write(self._kv, rope, 0, 0, len(token_ids))
+        return len(token_ids)
+
+    def keep(self, cache: ReuseCache, token_ids: tuple[int, ...]) -> None:
+        """Take it from a prompt's computed KV."""
+        if self._kv is None or self._kv.token_ids != token_ids:
+            self._kv = chunk_kv(cache, token_ids)
 
 
 class _Enough(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCach
 
 from speccache_rag.engines.transformers.cache import KVShape, ReuseCache
 from speccache_rag.engines.transformers.support import check_model, kv_shape, rope_table
+from speccache_rag.engines.transformers.watching import watching
 from speccache_rag.errors import ConfigurationError, EngineStartError
 
 
@@ -35,7 +36,6 @@ class TargetModel:
         text: Any = model.config.get_text_config(decoder=True)
         self.vocab_size = int(text.vocab_size)
         self._model = model
-        self._additive_mask = model.config._attn_implementation == "eager"
         # Few logits are needed, and the LM head over a whole prompt is expensive.
         self._can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.rope = rope_table(model, max_model_len)
@@ -83,27 +83,13 @@ class TargetModel:
 
     def extend(self, token_ids: Sequence[int], start: int, cache: Cache) -> torch.Tensor:
         """Run tokens that follow the `start` ones in `cache`; returns the logits [V] of the last."""
-        return self._forward(token_ids, torch.arange(start, start + len(token_ids)), cache)
+        logits: torch.Tensor = self._output(token_ids, start, cache).logits[0, -1]
+        return logits
 
     def extend_all(self, token_ids: Sequence[int], start: int, cache: Cache) -> torch.Tensor:
         """Like `extend`, and returns the logits of every token, [S, V]."""
-        positions = torch.arange(start, start + len(token_ids))
-        logits: torch.Tensor = self._output(token_ids, positions, cache, n_logits=len(token_ids)).logits[0]
+        logits: torch.Tensor = self._output(token_ids, start, cache, n_logits=len(token_ids)).logits[0]
         return logits
-
-    def attend(self, token_ids: Sequence[int], start: int, cache: Cache) -> tuple[torch.Tensor, ...]:
-        """Like `extend`, and returns the attention probabilities [1, Hq, Q, T] of every layer."""
-        usual = self._model.config._attn_implementation
-        # Only the eager implementation has probabilities to show.
-        self._model.set_attn_implementation("eager")
-        try:
-            positions = torch.arange(start, start + len(token_ids))
-            attentions: tuple[torch.Tensor, ...] = self._output(
-                token_ids, positions, cache, output_attentions=True
-            ).attentions
-            return attentions
-        finally:
-            self._model.set_attn_implementation(usual)
 
     def recompute(
         self, token_ids: Sequence[int], positions: np.ndarray, cache: ReuseCache, *, rope_offset: int = 0
@@ -114,49 +100,60 @@ class TargetModel:
         the keys 0 .. p, fresh where they are recomputed and reused where they are not (design section 5).
         `rope_offset` shifts only the angles of RoPE.
         """
-        if len(positions) == 0:
-            return
-        chosen = torch.from_numpy(positions)
-        mask = causal_rows(chosen, len(token_ids))
-        with cache.scattering(chosen.to(self.shape.device)):
-            self._forward([token_ids[p] for p in positions.tolist()], chosen + rope_offset, cache, mask)
+        if len(positions):
+            self._sparse(token_ids, positions, cache, rope_offset)
+
+    def attend(
+        self, token_ids: Sequence[int], positions: np.ndarray, cache: ReuseCache, first: int, layers: Collection[int]
+    ) -> torch.Tensor:
+        """Like `recompute`, and watches the rows of positions `first` to the end, which must be among `positions`.
+
+        Returns:
+            float32 [Q, T]: the maximum over heads and `layers` of their attention probabilities on each key.
+        """
+        with watching(self._model, layers, len(token_ids) - first, first) as watch:
+            self._sparse(token_ids, positions, cache)
+        assert watch.most is not None
+        return watch.most
 
     def synchronize(self) -> None:
         """Wait for the device, so that the clock can be read."""
         if self.shape.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _forward(
-        self, token_ids: Sequence[int], positions: torch.Tensor, cache: Cache, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        logits: torch.Tensor = self._output(token_ids, positions, cache, mask).logits[0, -1]
-        return logits
-
     @torch.no_grad()
-    def _output(
+    def _sparse(
         self,
         token_ids: Sequence[int],
-        positions: torch.Tensor,
-        cache: Cache,
-        mask: torch.Tensor | None = None,
-        *,
-        n_logits: int = 1,
-        **options: bool,
-    ) -> Any:
+        positions: np.ndarray,
+        cache: ReuseCache,
+        rope_offset: int = 0,
+    ) -> None:
+        """The decoder over `positions`; nobody needs their logits, and a large vocabulary's head takes its time."""
         device = self._model.device
-        if mask is not None:
-            mask = mask.to(device)
-            if self._additive_mask:
-                lowest = torch.finfo(self._model.dtype).min
-                mask = torch.zeros(mask.shape, dtype=self._model.dtype, device=device).masked_fill(~mask, lowest)
+        chosen = torch.from_numpy(positions)
+        mask = causal_rows(chosen, len(token_ids)).to(device)
+        if self._model.config._attn_implementation == "eager":  # which adds the mask to its logits
+            lowest = torch.finfo(self._model.dtype).min
+            mask = torch.zeros(mask.shape, dtype=self._model.dtype, device=device).masked_fill(~mask, lowest)
+        with cache.scattering(chosen.to(device)):
+            self._model.base_model(
+                input_ids=torch.tensor([[token_ids[p] for p in positions.tolist()]], device=device),
+                position_ids=(chosen + rope_offset)[None].to(device),
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+            )
+
+    @torch.no_grad()
+    def _output(self, token_ids: Sequence[int], start: int, cache: Cache, *, n_logits: int = 1) -> Any:
+        device = self._model.device
         return self._model(
             input_ids=torch.tensor([list(token_ids)], device=device),
-            position_ids=positions[None].to(device),
-            attention_mask=mask,
+            position_ids=torch.arange(start, start + len(token_ids))[None].to(device),
             past_key_values=cache,
             use_cache=True,
             **({"logits_to_keep": n_logits} if self._can_keep else {}),
-            **options,
         )
 
 

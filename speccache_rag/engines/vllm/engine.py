@@ -41,6 +41,9 @@ from speccache_rag.types import AssembledPrompt, ChunkKey, Selection
 
 logger = logging.getLogger(__name__)
 
+KEPT_READ_AHEAD = 4096
+"""Chunks beyond this many are taken to have left the worker's RAM."""
+
 SHUTDOWN_S = 60.0
 """Seconds vLLM's processes get to end by themselves. They need 2 to 5; what hangs is killed after this."""
 
@@ -69,6 +72,7 @@ class VllmEngine:
         # Two processes may share a folder; what is in the worker's RAM only the worker knows.
         self._disk = build_store(store) if store["path"] is not None else None
         self._numbers = itertools.count()
+        self._read_ahead: set[ChunkKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._llm: AsyncLLM | None = None
         self._closed = False
@@ -150,10 +154,15 @@ class VllmEngine:
 
     async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to read stored KV into the worker's memory."""
-        if self._disk is None:
+        new = [key for key in keys if key not in self._read_ahead]
+        if self._disk is None or not new:
+            # A call wakes vLLM's worker, which then spins on a core for a second: not for what it holds anyway.
             return
+        if len(self._read_ahead) > KEPT_READ_AHEAD:
+            self._read_ahead.clear()
+        self._read_ahead.update(new)
         # Not awaited: vLLM answers between two steps only, and the request that follows comes behind it anyway.
-        task = asyncio.create_task(self._prefetch(list(keys)))
+        task = asyncio.create_task(self._prefetch(new))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -137,7 +137,7 @@ KINDS = {
     ),
     "cohere": Kind("Command R", "RoPE pairs neighbours", CohereConfig, CohereForCausalLM),
     "glm": Kind(
-        "GLM-4",
+        "GLM-4-9B (Glm)",
         "RoPE pairs neighbours, in part of the head",
         GlmConfig,
         GlmForCausalLM,

@@ -90,9 +90,11 @@ class SpecCacheConfig(BaseModel):
         Raises:
             ConfigurationError: options come from two sources, or one of them is unknown or out of range.
         """
-        if (config is not None) + (live is not None) + bool(options) > 1:
+        # Named, not shown: engine options may hold an access token.
+        given = {"config=": config is not None, "runtime=": live is not None, f"by name {sorted(options)}": options}
+        if len(sources := [name for name, there in given.items() if there]) > 1:
             raise ConfigurationError(
-                f"Options come from two sources (config={config!r}, runtime of {live!r}, by name: {sorted(options)}).",
+                f"Options come from {len(sources)} sources: {', '.join(sources)}.",
                 hint="Give options by name, or config=, or runtime=.",
             )
         if live is not None:

@@ -46,13 +46,23 @@ def build_store(options: Mapping[str, Any]) -> ChunkStore:
         StoreUnavailable: the folder cannot be used.
     """
     _refuse_unknown("store", options, ["path", "ram_bytes"])
-    path = options.get("path")
     ram = MemoryStore(options.get("ram_bytes", SpecCacheConfig.model_fields["ram_bytes"].default))
+    disk = build_disk(options.get("path"))
+    return ram if disk is None else TieredStore(disk, ram)
+
+
+def build_disk(path: str | None) -> DiskStore | None:
+    """The disk tier in a folder; None without one.
+
+    Raises:
+        ConfigurationError: the path is no local one.
+        StoreUnavailable: the folder cannot be used.
+    """
     if path is None:
-        return ram
+        return None
     if "://" in str(path):
         raise ConfigurationError(f"Store {path!r} is no local folder.", hint="Pass a folder, or None for RAM.")
-    return TieredStore(DiskStore(path), ram)
+    return DiskStore(path)
 
 
 def build_scorer(config: SpecCacheConfig, layers: LayerRange = "last_third") -> SpeculativeScorer | None:

@@ -56,6 +56,8 @@ class EngineHost:
     @property
     def tokenizer(self) -> PromptTokenizer:
         """The target model's tokenizer."""
+        if (found := self._tokenizer) is not None:
+            return found  # not behind the lock, which a starting engine holds for long
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(self.model))

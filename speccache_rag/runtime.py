@@ -21,11 +21,12 @@ from speccache_rag.companion import ScoringModels
 from speccache_rag.config import Scoring, SpecCacheConfig
 from speccache_rag.counters import Counters
 from speccache_rag.doctor import Check, examine
-from speccache_rag.errors import ChunkTooLong, ConfigurationError, EmptyChunk, EngineClosed, SpecCacheError
+from speccache_rag.errors import ConfigurationError, EngineClosed, SpecCacheError
 from speccache_rag.explanation import explain_request
 from speccache_rag.factory import build_policy
 from speccache_rag.host import EngineHost
 from speccache_rag.library import ChunkLibrary
+from speccache_rag.prefetching import PrefetchQueue
 from speccache_rag.preparation import PreparedRequest, Prompt, prepare
 from speccache_rag.types import Chunk, ChunkKey, Completion, Delta, Explanation, Usage, WarmReport
 from speccache_rag.warming import plan_warm, warm_chunks
@@ -62,7 +63,7 @@ class SpecCache:
         self._host: EngineHost | None = host
         self._models = ScoringModels(host, self.config)
         self._counters = Counters()
-        self._announced: list[str] = []
+        self._prefetches = PrefetchQueue()
         self._recapturing: set[ChunkKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._lock = threading.Lock()
@@ -154,16 +155,18 @@ class SpecCache:
         return await asyncio.to_thread(self.warm, texts, show_progress)
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Tell which chunks a prompt will soon hold, typically what a retriever just returned.
+        """Tell which chunks a prompt will soon hold, typically what a retriever just returned. Returns at once.
 
-        Stored KV is read into memory in the background, while the prompt is still being made. Texts not seen before
-        become known: the first prompt that holds one computes it, and its KV is captured afterwards. Empty and too
-        long texts are passed over, as they would be in a prompt. Before the engine runs, texts are kept for its start.
+        Stored KV is read into memory while the prompt is still being made. Texts not seen before become known: the
+        first prompt that holds one computes it, and its KV is captured afterwards. Texts that cannot be chunks are
+        passed over. Before the engine runs, texts are kept for its start.
+
+        Raises:
+            PromptError: one text was given instead of several.
         """
-        with self._lock:
-            self._announced += texts
+        self._prefetches.put(texts)
         if self._open().running:
-            self._learn_announced()
+            threading.Thread(target=self._prefetch_now, name="speccache-prefetch", daemon=True).start()
 
     # Generate.
 
@@ -290,20 +293,17 @@ class SpecCache:
     def _library(self) -> ChunkLibrary:
         return self._open().library(self.config)
 
-    def _learn_announced(self) -> None:
-        with self._lock:
-            texts, self._announced = self._announced, []
+    def _prefetch_now(self) -> None:
+        try:
+            self._learn_prefetched()
+        except EngineClosed:
+            logger.debug("closed while chunks were prefetched")
+        except SpecCacheError as error:
+            logger.warning("chunks were not prefetched: %s", error)
+
+    def _learn_prefetched(self) -> None:
         host, library = self._open(), self._library
-        keys = []
-        for text in dict.fromkeys(texts):
-            try:
-                chunk = library.chunk(text)
-            except (EmptyChunk, ChunkTooLong) as error:
-                logger.debug("not announced as a chunk: %s", error)
-                continue
-            library.learn(chunk)
-            keys.append(chunk.key)
-        if keys:
+        if keys := self._prefetches.learn(library):
             host.loop.run(host.engine.prefetch(keys))
 
     def _prepare(
@@ -315,7 +315,7 @@ class SpecCache:
         sampling: Mapping[str, Any],
     ) -> PreparedRequest:
         host, library = self._open(), self._library
-        self._learn_announced()
+        self._learn_prefetched()
         given = {"policy": policy, "recompute_ratio": recompute_ratio, "scoring": scoring}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if policy not in (None, self.config.policy):

@@ -176,7 +176,7 @@ class PrefillReport:
     """Matching, tokenization, alignment and selection."""
     load_s: float = 0.0
     load_hidden_s: float = 0.0
-    """Loading done ahead, beside scoring or since the retriever returned; no part of `ttft_s`."""
+    """Loading that was done early, beside scoring or since the retriever returned; no part of `ttft_s`."""
     recompute_s: float = 0.0
     prefill_s: float = 0.0
     """The rest: queueing, prefill of the query, the first decode step."""

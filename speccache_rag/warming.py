@@ -25,8 +25,7 @@ def plan_warm(library: ChunkLibrary, texts: Iterable[str]) -> tuple[list[Chunk],
     Raises:
         EmptyChunk, ChunkTooLong, PromptError: a text cannot be a chunk; the message says which.
     """
-    if isinstance(texts, str):
-        raise PromptError(f"warm was given one text, {texts[:40]!r}...", hint="Pass a list of texts.")
+    refuse_one_text(texts)
     chunks: dict[str, Chunk] = {}
     n_texts = 0
     for text in texts:
@@ -36,6 +35,16 @@ def plan_warm(library: ChunkLibrary, texts: Iterable[str]) -> tuple[list[Chunk],
         chunks.setdefault(chunk.key, chunk)
         n_texts += 1
     return list(chunks.values()), n_texts
+
+
+def refuse_one_text(texts: Iterable[str]) -> None:
+    """A text is an iterable of texts to Python, each a character long; nobody means that.
+
+    Raises:
+        PromptError: `texts` is one text.
+    """
+    if isinstance(texts, str):
+        raise PromptError(f"Chunk texts were given as one text, {texts[:40]!r}...", hint="Pass a list of texts.")
 
 
 async def warm_chunks(
@@ -70,7 +79,7 @@ async def warm_chunks(
         advance()
         return tokens, stored
 
-    done = await _all_or_stop([asyncio.create_task(one(chunk)) for chunk in chunks])
+    done = await all_or_stop([asyncio.create_task(one(chunk)) for chunk in chunks])
     return WarmReport(
         n_texts=len(chunks),
         n_captured=len(chunks) - len(present),
@@ -81,7 +90,7 @@ async def warm_chunks(
     )
 
 
-async def _all_or_stop(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+async def all_or_stop(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
     """All results; the first error stops the others and is raised as it is."""
     try:
         return await asyncio.gather(*tasks)

@@ -82,7 +82,7 @@ class ReuseOutcome:
     missed_keys: tuple[str, ...] = ()
     load_s: float = 0.0
     load_hidden_s: float = 0.0
-    """What reading ahead saved of `load_s`."""
+    """Loading that was done before this request needed it; no part of `load_s`."""
     recompute_s: float = 0.0
 
 

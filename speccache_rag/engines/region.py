@@ -48,7 +48,7 @@ def fill_region(region: Region, store: ChunkStore, write: Writer) -> tuple[np.nd
 
     Returns:
         The positions still to compute (int64, sorted, unique), and the token counts; seconds are left at zero, but for
-        those that reading ahead saved.
+        those that prefetching saved.
     """
     hidden_s = store.hidden_s()
     positions = np.arange(region.end)

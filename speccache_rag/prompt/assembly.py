@@ -6,14 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from speccache_rag.errors import ConfigurationError, EmptyChunk, PromptError
+from speccache_rag.prompt.templates import CONTEXT_MARK, ChatTemplate, text_before
 from speccache_rag.types import AssembledPrompt, ChunkMatch, Offsets, Placement
-
-_SENTINEL = "speccache-content"
 
 
 class PromptTokenizer:
@@ -35,6 +33,7 @@ class PromptTokenizer:
                 hint="Use a model whose folder holds a tokenizer.json.",
             )
         self._tokenizer = tokenizer
+        self._chat = ChatTemplate(tokenizer)
         self._template_voice, self._text_voice, self._bos = _two_voices(tokenizer)
 
     @property
@@ -45,7 +44,7 @@ class PromptTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `render` works."""
-        return self._tokenizer.chat_template is not None
+        return bool(self._tokenizer.chat_template)
 
     def chunk_tokens(self, text: str) -> tuple[tuple[int, ...], Offsets]:
         """Token ids [T] and offsets [T, 2] of a chunk's stripped text, in which nothing is a control token.
@@ -63,33 +62,18 @@ class PromptTokenizer:
         return _encode(self._template_voice, text)[0]
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt string of a chat, up to where the answer begins.
+        """The prompt string of a chat, up to where the answer begins; every text in it as it is (`ChatTemplate`).
 
         Raises:
             PromptError: the tokenizer has no chat template, or its template refuses these messages.
         """
-        if not self.has_chat_template:
-            raise PromptError(
-                f"The tokenizer of {self._tokenizer.name_or_path!r} has no chat template.",
-                hint="Pass a plain string as the prompt, or use an instruction-tuned model.",
-            )
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise PromptError(
-                f"The chat template refuses these messages: {error}.",
-                hint='Pass {"role": ..., "content": ...} each, and check their roles and their order.',
-            ) from error
-        return str(rendered)
+        return self._chat.render(messages)
 
     def header(self) -> str:
         """The text the chat template puts in front of a single user message; "" without a template."""
         if not self.has_chat_template:
             return ""
-        before, found, _ = self.render([{"role": "user", "content": _SENTINEL}]).partition(_SENTINEL)
-        return before if found else ""
+        return text_before(self.render([{"role": "user", "content": CONTEXT_MARK}]), CONTEXT_MARK) or ""
 
     def assemble(self, text: str, matches: Sequence[ChunkMatch], *, add_bos: bool = False) -> AssembledPrompt:
         """Join the stored tokens of matched chunks and the tokens of the text between them.

@@ -15,8 +15,8 @@ from speccache_rag.types import ChunkMatch
 
 logger = logging.getLogger(__name__)
 
-_ESCAPE = re.compile(r"\\(?:[\\'\"nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
-"""What `repr` writes for a character; JSON writes a part of the same."""
+_ESCAPE = re.compile(r"\\(?:[\\'\"nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U(?:000[0-9a-f]|0010)[0-9a-f]{4})")
+"""What `repr` writes for a character; JSON writes a part of the same. Beyond U+10FFFF there is none to decode."""
 
 
 class EscapedChunks:

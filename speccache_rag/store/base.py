@@ -99,7 +99,7 @@ class ChunkStore(ABC):
         return None
 
     def hidden_s(self) -> float:
-        """Seconds so far that reading ahead saved those who called `get`."""
+        """Seconds so far that prefetching saved those who called `get`."""
         return 0.0
 
     @abstractmethod

@@ -98,6 +98,12 @@ class DiskStore(ChunkStore):
             return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
         return None
 
+    def nbytes(self, key: ChunkKey) -> int:
+        """Stored size; 0 where there is no such chunk."""
+        with self._faults("read"), suppress(FileNotFoundError):
+            return self._file(key).stat().st_size
+        return 0
+
     def delete(self, key: ChunkKey) -> bool:
         with self._faults("write"), suppress(FileNotFoundError):
             self._file(key).unlink()

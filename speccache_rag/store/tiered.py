@@ -15,10 +15,10 @@ from speccache_rag.store.memory import MemoryStore
 from speccache_rag.types import ChunkKey, ChunkKV
 
 READERS = 4
-"""Threads that read ahead. Reading and checksums run outside the interpreter's lock."""
+"""Threads that prefetch. Reading and checksums run outside the interpreter's lock."""
 
-KEPT_READINGS = 1024
-"""Chunks read ahead and never asked for are forgotten beyond this many; RAM has its own limit."""
+KEPT_PREFETCHES = 1024
+"""Prefetches of chunks that nobody asked for are forgotten beyond this many; RAM has its own limit."""
 
 
 class TieredStore(ChunkStore):
@@ -30,18 +30,20 @@ class TieredStore(ChunkStore):
     def __init__(self, disk: DiskStore, ram: MemoryStore) -> None:
         """Take both over: closing this closes them."""
         self._disk, self._ram = disk, ram
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="speccache-read")
-        self._readings: OrderedDict[ChunkKey, Future[float]] = OrderedDict()
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="speccache-prefetch")
+        self._prefetches: OrderedDict[ChunkKey, Future[float]] = OrderedDict()
         self._hits = self._misses = 0
         self._hidden_s = 0.0
         self._lock = threading.Lock()
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
-        self._await_reading(key)
-        held = self._held(key)
-        kv = self._ram.get(held) if held is not None else None
-        if kv is None and held is not None:
-            kv = self._read(key, held)
+        ahead_s = self._await_prefetch(key)
+        ram_key = self._ram_key(key)
+        kv = self._ram.get(ram_key) if ram_key is not None else None
+        with self._lock:
+            self._hidden_s += ahead_s if kv is not None else 0.0
+        if kv is None and ram_key is not None:
+            kv = self._read(key, ram_key)
         with self._lock:
             self._hits += kv is not None
             self._misses += kv is None
@@ -50,10 +52,13 @@ class TieredStore(ChunkStore):
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         with self._lock:
             for key in keys:
-                if key not in self._readings:
-                    self._readings[key] = self._readers.submit(self._read_ahead, key)
-            while len(self._readings) > KEPT_READINGS:
-                self._readings.popitem(last=False)
+                earlier = self._prefetches.pop(key, None)
+                try:
+                    self._prefetches[key] = self._readers.submit(self._prefetch_one, key, earlier)
+                except RuntimeError:  # closed meanwhile: there is nothing left to be ready for
+                    return
+            while len(self._prefetches) > KEPT_PREFETCHES:
+                self._prefetches.popitem(last=False)
 
     def hidden_s(self) -> float:
         with self._lock:
@@ -66,8 +71,8 @@ class TieredStore(ChunkStore):
         return self._disk.contains(key)
 
     def delete(self, key: ChunkKey) -> bool:
-        if (held := self._held(key)) is not None:
-            self._ram.delete(held)
+        if (ram_key := self._ram_key(key)) is not None:
+            self._ram.delete(ram_key)
         return self._disk.delete(key)
 
     def keys(self) -> Iterator[ChunkKey]:
@@ -87,35 +92,37 @@ class TieredStore(ChunkStore):
         self._ram.close()
         self._disk.close()
 
-    def _held(self, key: ChunkKey) -> ChunkKey | None:
+    def _ram_key(self, key: ChunkKey) -> ChunkKey | None:
         """The name in RAM of what the disk holds now; a rewritten file has another name."""
         version = self._disk.version(key)
         return None if version is None else ChunkKey(f"{key} {version}")
 
-    def _read(self, key: ChunkKey, held: ChunkKey) -> ChunkKV | None:
+    def _read(self, key: ChunkKey, ram_key: ChunkKey) -> ChunkKV | None:
         kv = self._disk.get(key)
         if kv is not None and kv.nbytes <= self._ram.max_bytes:
-            self._ram.put(held, kv)
+            self._ram.put(ram_key, kv)
         return kv
 
-    def _read_ahead(self, key: ChunkKey) -> float:
-        """Seconds it took. A fault is left for `get` to meet."""
+    def _prefetch_one(self, key: ChunkKey, earlier: Future[float] | None) -> float:
+        """Seconds of reading; where an earlier prefetch has done it, its. A fault is left for `get` to meet."""
+        # Readers take their work in order, so the earlier one is done or running.
+        earlier_s = earlier.result() if earlier is not None and not earlier.cancel() else 0.0
         started = time.perf_counter()
         try:
-            held = self._held(key)
-            if held is not None and not self._ram.contains(held):
-                self._read(key, held)
+            ram_key = self._ram_key(key)
+            if ram_key is None or self._ram.contains(ram_key):
+                return earlier_s
+            self._read(key, ram_key)
         except StoreError:
             pass
         return time.perf_counter() - started
 
-    def _await_reading(self, key: ChunkKey) -> None:
+    def _await_prefetch(self, key: ChunkKey) -> float:
+        """Seconds that a prefetch of this chunk saves the caller. One that has not begun is called off."""
         with self._lock:
-            reading = self._readings.pop(key, None)
-        if reading is None or reading.cancelled():
-            return
+            prefetch = self._prefetches.pop(key, None)
+        if prefetch is None or prefetch.cancel():
+            return 0.0
         started = time.perf_counter()
-        read_s = reading.result()
-        waited_s = time.perf_counter() - started
-        with self._lock:
-            self._hidden_s += max(0.0, read_s - waited_s)
+        read_s = prefetch.result()
+        return max(0.0, read_s - (time.perf_counter() - started))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from speccache_rag.errors import StoreUnavailable
-from speccache_rag.store import Catalogue, ChunkStore, DiskStore, MemoryStore, TieredStore
+from speccache_rag.store import Catalogue, ChunkStore, DiskStore, MemoryStore, TieredStore, tiered
 from speccache_rag.types import ChunkKey
 from tests.conftest import ROOT
 from tests.contract.store_contract import NAMESPACE, StoreContract, assert_same, key_of, make_kv
@@ -317,6 +317,7 @@ class TestTieredStore(StoreContract):
             store.prefetch([key_of(kv)])
             for _ in range(2):
                 assert_same(store.get(key_of(kv)), kv)
+            assert store.hidden_s() == 0.0, "each was read anew"
 
     def test_prefetch_reads_ahead_and_counts_what_it_hid(self, store: TieredStore, reads: list[ChunkKey]) -> None:
         kvs = [make_kv(seed=seed) for seed in range(3)]
@@ -325,7 +326,7 @@ class TestTieredStore(StoreContract):
         keys = [key_of(kv) for kv in kvs]
         store.prefetch(keys)
         store.prefetch(keys)
-        for reading in list(store._readings.values()):
+        for reading in list(store._prefetches.values()):
             reading.result()
         assert sorted(reads) == sorted(keys)
         assert store.hidden_s() == 0.0
@@ -339,15 +340,17 @@ class TestTieredStore(StoreContract):
     ) -> None:
         kv = make_kv()
         store.put(key_of(kv), kv)
-        read, go, reads = store._disk.get, threading.Event(), []
+        read, began, go, reads = store._disk.get, threading.Event(), threading.Event(), []
 
         def slow(key: ChunkKey) -> object:
             reads.append(key)
+            began.set()
             assert go.wait(timeout=30)
             return read(key)
 
         monkeypatch.setattr(store._disk, "get", slow)
         store.prefetch([key_of(kv)])
+        assert began.wait(timeout=30)
         with ThreadPoolExecutor(1) as pool:
             got = pool.submit(store.get, key_of(kv))
             go.set()
@@ -367,7 +370,39 @@ class TestTieredStore(StoreContract):
         assert_same(store.get(key_of(kv)), kv)
         assert store.get(key_of(make_kv(seed=9))) is None
 
-    def test_readings_nobody_takes_are_forgotten(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("speccache_rag.store.tiered.KEPT_READINGS", 2)
+    def test_prefetches_nobody_takes_are_forgotten(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("speccache_rag.store.tiered.KEPT_PREFETCHES", 2)
         store.prefetch([key_of(make_kv(seed=seed)) for seed in range(5)])
-        assert len(store._readings) == 2
+        assert len(store._prefetches) == 2
+
+    def test_a_prefetch_that_has_not_begun_is_called_off(
+        self, store: TieredStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kvs = [make_kv(seed=seed) for seed in range(tiered.READERS + 1)]
+        for kv in kvs:
+            store.put(key_of(kv), kv)
+        read, go = store._disk.get, threading.Event()
+        first = {key_of(kv) for kv in kvs[:-1]}
+
+        def slow(key: ChunkKey) -> object:
+            assert key not in first or go.wait(timeout=30)
+            return read(key)
+
+        monkeypatch.setattr(store._disk, "get", slow)
+        store.prefetch([key_of(kv) for kv in kvs])  # as many as there are readers, and one that waits
+        assert_same(store.get(key_of(kvs[-1])), kvs[-1])
+        go.set()
+
+    def test_prefetching_again_what_left_ram_reads_again(self, tmp_path: Path) -> None:
+        kvs = [make_kv(seed=seed) for seed in range(2)]
+        with TieredStore(DiskStore(tmp_path / "store"), MemoryStore(max_bytes=kvs[0].nbytes)) as store:
+            for kv in kvs:
+                store.put(key_of(kv), kv)
+            for kv in (kvs[0], kvs[1], kvs[0]):
+                store.prefetch([key_of(kv)])
+                store._prefetches[key_of(kv)].result()
+            assert store._ram.contains(store._ram_key(key_of(kvs[0])))
+
+    def test_prefetch_after_close_is_nothing(self, store: TieredStore) -> None:
+        store.close()
+        store.prefetch([key_of(make_kv())])

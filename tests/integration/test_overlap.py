@@ -59,7 +59,7 @@ def test_what_was_not_hidden_is_in_the_ttft(slow_disk: SpecCache) -> None:
     assert parts == pytest.approx(report.ttft_s)
 
 
-def test_a_retriever_that_announces_hides_all_of_it(slow_disk: SpecCache) -> None:
+def test_a_retriever_that_prefetches_hides_all_of_it(slow_disk: SpecCache) -> None:
     slow_disk.prefetch(CHUNKS)
     time.sleep(READ_S * (len(CHUNKS) + 2))  # the pipeline makes its prompt
     report = slow_disk.generate(PROMPT, policy="full_reuse", max_tokens=1).report

@@ -76,9 +76,9 @@ def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | No
 
 
 def store_of(sc: SpecCache) -> Any:
-    """The disk store of an engine, with RAM in front; vLLM's worker has its own over the same folder."""
+    """The disk tier of an engine's store; vLLM's worker has its own view of the same folder."""
     engine: Any = sc._open().engine
-    return engine._store if sc.config.engine == "transformers" else engine._disk
+    return engine._store._disk if sc.config.engine == "transformers" else engine._disk
 
 
 def poison_cache(sc: SpecCache, value: float) -> None:

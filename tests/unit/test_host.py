@@ -15,8 +15,10 @@ from speccache_rag import SpecCache
 from speccache_rag import host as host_module
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.doctor import examine
-from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
+from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError, PromptError, StoreUnavailable
 from speccache_rag.host import EngineHost
+from speccache_rag.library import ChunkLibrary
+from speccache_rag.store.catalogue import Catalogue
 from tests.unit.fake_engine import FakeEngine
 
 THREAD = "speccache-engine"
@@ -337,7 +339,7 @@ def test_doctor_says_what_is_wrong_and_goes_on(maker: Maker, config: SpecCacheCo
     assert not found["target model"] and found["store"]
 
 
-# Announced chunks.
+# Prefetched chunks.
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -350,20 +352,21 @@ def wait_until(done: Callable[[], bool]) -> None:
 A = "The mill of Arden was built in 1892 by masons from the north, and it burned down twice in forty years."
 
 
-def test_announced_texts_wait_for_the_engine(maker: Maker, config: SpecCacheConfig) -> None:
+def test_prefetched_texts_wait_for_the_engine(maker: Maker, config: SpecCacheConfig) -> None:
     with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        sc.prefetch([A, "", "   "])
+        sc.prefetch([A, "", "   ", A])
         assert maker.made == []
         report = sc.generate(f"{A} Which mill is that?").report
         assert (report.chunks_matched, report.chunks_reused) == (1, 0)
         assert len(maker.made[0].prefetched) == 1
 
 
-def test_a_text_that_was_announced_only_is_captured_after_its_first_prompt(
+def test_a_text_that_was_prefetched_only_is_captured_after_its_first_prompt(
     maker: Maker, config: SpecCacheConfig
 ) -> None:
     with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
         sc.start().prefetch(iter([A]))
+        wait_until(lambda: sc.stats()["known_chunks"] == 1)
         assert maker.made[0].captured == []
         prompt = f"{A} Which mill is that?"
         assert sc.generate(prompt).report.missed_tokens > 0
@@ -372,10 +375,53 @@ def test_a_text_that_was_announced_only_is_captured_after_its_first_prompt(
         assert (report.chunks_reused, report.missed_tokens) == (1, 0)
 
 
-def test_a_text_too_long_for_a_chunk_is_passed_over(maker: Maker, config: SpecCacheConfig) -> None:
+@pytest.mark.parametrize("bad", ["word " * 2000, "\ud800" * 40], ids=["too long", "no Unicode"])
+def test_what_cannot_be_a_chunk_is_passed_over(maker: Maker, config: SpecCacheConfig, bad: str) -> None:
     with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        sc.start().prefetch(["word " * 2000, A])
+        sc.start().prefetch([bad, A])
+        assert sc.generate(f"{A} Which mill is that?").report.chunks_matched == 1
         assert sc.stats()["known_chunks"] == 1
+
+
+def test_one_text_is_refused_before_its_letters_become_chunks(maker: Maker, config: SpecCacheConfig) -> None:
+    with (
+        SpecCache.from_config(changed(config, policy="full_reuse")) as sc,
+        pytest.raises(PromptError, match="given as one text.*Pass a list"),
+    ):
+        sc.prefetch(A)
+
+
+def test_a_broken_catalogue_costs_the_head_start_and_no_request(
+    maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreUnavailable("The disk is full.")
+
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        sc.prefetch([A])
+        monkeypatch.setattr(Catalogue, "add", full)
+        assert sc.generate("Who?").text == "an answer"
+        assert "not prefetched: The disk is full." in caplog.text
+
+
+def test_a_prompt_waits_for_a_prefetch_that_is_going_on(
+    maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn, began, go = ChunkLibrary.learn, threading.Event(), threading.Event()
+
+    def slow(library: ChunkLibrary, chunk: Any) -> None:
+        began.set()
+        assert go.wait(timeout=30)
+        learn(library, chunk)
+
+    monkeypatch.setattr(ChunkLibrary, "learn", slow)
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        sc.start().prefetch([A])  # returns although learning stands still
+        assert began.wait(timeout=30)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(sc.generate, f"{A} Which mill is that?")
+            go.set()
+            assert answer.result().report.chunks_matched == 1
 
 
 # Copies.

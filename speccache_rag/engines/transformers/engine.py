@@ -19,6 +19,7 @@ from speccache_rag.engines.transformers import inquiry
 from speccache_rag.engines.transformers.cache import chunk_kv
 from speccache_rag.engines.transformers.following import Followed, follow
 from speccache_rag.engines.transformers.generation import Generation
+from speccache_rag.engines.transformers.header import Header
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.options import EngineOptions, checked, resolve_device
 from speccache_rag.engines.transformers.sampling import SamplingOptions
@@ -67,7 +68,7 @@ class TransformersEngine:
         self.facts = _facts(model, config, self._dtype, _max_model_len(self._options, config))
         self._store = build_store(store)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="speccache-transformers")
-        self._header = inquiry.Header()
+        self._header = Header()
         self._target: TargetModel | None = None
         self._closed = False
 
@@ -149,6 +150,7 @@ class TransformersEngine:
 
     async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to read stored KV into memory."""
+        self._alive()
         self._store.prefetch(keys)
 
     async def reset_prefix_cache(self) -> None:

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from speccache_rag.engines.deviation import kv_deviation_of
 from speccache_rag.engines.region import fill_region
-from speccache_rag.engines.rope import RopeTable
-from speccache_rag.engines.transformers.cache import ReuseCache, chunk_kv
+from speccache_rag.engines.transformers.cache import ReuseCache
+from speccache_rag.engines.transformers.header import Header
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.prefill import region_of
 from speccache_rag.layers import LayerRange, counted_layers
@@ -43,7 +43,7 @@ def query_attention(
     def write(kv: ChunkKV, start: int, skip: int, length: int) -> None:
         cache.write(kv, target.rope, start, skip, length)
 
-    header_ids = prompt.token_ids[: prompt.placements[0].start]
+    header_ids = prompt.token_ids[: prompt.placements[0].start if prompt.placements else 0]
     known = header.write(cache, target.rope, header_ids)
     region = replace(region_of(prompt, Selection.nothing(prompt)), computed=known)
     positions, _ = fill_region(region, store, write)
@@ -52,25 +52,6 @@ def query_attention(
     header.keep(cache, header_ids)
     found: np.ndarray = most.mean(dim=0).cpu().numpy()
     return found
-
-
-class Header:
-    """KV of the text before the first chunk, which the prompts of a pipeline share; exact, as nothing precedes it."""
-
-    def __init__(self) -> None:
-        self._kv: ChunkKV | None = None
-
-    def write(self, cache: ReuseCache, rope: RopeTable, token_ids: tuple[int, ...]) -> int:
-        """Write it into a prompt that begins with the same tokens; how many were written."""
-        if self._kv is None or self._kv.token_ids != token_ids:
-            return 0
-        cache.write(self._kv, rope, 0, 0, len(token_ids))
-        return len(token_ids)
-
-    def keep(self, cache: ReuseCache, token_ids: tuple[int, ...]) -> None:
-        """Take it from a prompt's computed KV."""
-        if self._kv is None or self._kv.token_ids != token_ids:
-            self._kv = chunk_kv(cache, token_ids)
 
 
 class _Enough(Exception):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCach
 from speccache_rag.engines.transformers.cache import KVShape, ReuseCache
 from speccache_rag.engines.transformers.support import check_model, kv_shape, rope_table
 from speccache_rag.engines.transformers.watching import watching
-from speccache_rag.errors import ConfigurationError, EngineStartError
+from speccache_rag.errors import ConfigurationError, EngineStartError, UnsupportedModel
 
 
 class TargetModel:
@@ -113,7 +113,11 @@ class TargetModel:
         """
         with watching(self._model, layers, len(token_ids) - first, first) as watch:
             self._sparse(token_ids, positions, cache)
-        assert watch.most is not None
+        if watch.most is None:
+            raise UnsupportedModel(
+                f"What {type(self._model).__name__} attends to cannot be watched: it does not call its attention "
+                "through Transformers' AttentionInterface."
+            )
         return watch.most
 
     def synchronize(self) -> None:

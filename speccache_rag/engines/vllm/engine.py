@@ -34,15 +34,13 @@ from speccache_rag.engines.proofs import probe_ids
 from speccache_rag.engines.vllm.options import engine_args, sampling_params
 from speccache_rag.engines.vllm.plan import CapturePlan, Inquiry, ReusePlan
 from speccache_rag.engines.vllm.support import check_config
+from speccache_rag.engines.vllm.worker_ram import WorkerRam
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineError, EngineStartError, SpecCacheError
-from speccache_rag.factory import build_store
+from speccache_rag.factory import build_disk
 from speccache_rag.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, ChunkKey, Selection
 
 logger = logging.getLogger(__name__)
-
-KEPT_READ_AHEAD = 4096
-"""Chunks beyond this many are taken to have left the worker's RAM."""
 
 SHUTDOWN_S = 60.0
 """Seconds vLLM's processes get to end by themselves. They need 2 to 5; what hangs is killed after this."""
@@ -70,9 +68,9 @@ class VllmEngine:
         check_config(self._config)
         self.facts = _facts(model, self._config)
         # Two processes may share a folder; what is in the worker's RAM only the worker knows.
-        self._disk = build_store(store) if store["path"] is not None else None
+        self._disk = build_disk(store["path"])
         self._numbers = itertools.count()
-        self._read_ahead: set[ChunkKey] = set()
+        self._worker_ram = WorkerRam(self._disk, int(store["ram_bytes"])) if self._disk is not None else None
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._llm: AsyncLLM | None = None
         self._closed = False
@@ -154,13 +152,9 @@ class VllmEngine:
 
     async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to read stored KV into the worker's memory."""
-        new = [key for key in keys if key not in self._read_ahead]
-        if self._disk is None or not new:
-            # A call wakes vLLM's worker, which then spins on a core for a second: not for what it holds anyway.
+        new = self._worker_ram.add(keys) if self._worker_ram is not None else []
+        if not new:
             return
-        if len(self._read_ahead) > KEPT_READ_AHEAD:
-            self._read_ahead.clear()
-        self._read_ahead.update(new)
         # Not awaited: vLLM answers between two steps only, and the request that follows comes behind it anyway.
         task = asyncio.create_task(self._prefetch(new))
         self._tasks.add(task)
@@ -170,7 +164,9 @@ class VllmEngine:
         try:
             await self._rpc("speccache_prefetch", keys)
         except EngineError as error:
-            logger.warning("chunks were not read ahead: %s", error)  # the request itself will meet it
+            assert self._worker_ram is not None
+            self._worker_ram.forget(keys)
+            logger.warning("chunks were not prefetched: %s", error)  # the request itself will meet it
 
     async def reset_prefix_cache(self) -> None:
         """Forget vLLM's own prefix cache."""

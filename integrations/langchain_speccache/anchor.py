@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 
 from langchain_speccache.messages import as_turns
-from langchain_speccache.templates import fit
 from speccache_rag.errors import PromptError
+from speccache_rag.prompt.templates import CONTEXT_MARK, ChatTemplate, text_before
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CONTEXT_MARK = "\u2063context\u2063"
-"""Stands for the retrieved context while a prompt is rendered; no prompt holds it."""
 
 
 def anchor_for(
@@ -30,19 +27,18 @@ def anchor_for(
         variable: The prompt's variable that receives the retrieved texts.
 
     Raises:
-        PromptError: the prompt does not place that variable.
+        PromptError: the prompt does not place that variable, or is a chat prompt where there is no chat template.
     """
     parts = prompt.messages if isinstance(prompt, ChatPromptTemplate) else []
     histories = {part.variable_name for part in parts if isinstance(part, MessagesPlaceholder)}
     empty: dict[str, object] = {name: [] if name in histories else "" for name in prompt.input_variables}
     value = prompt.format_prompt(**{**empty, variable: CONTEXT_MARK})
     if isinstance(prompt, ChatPromptTemplate):
-        turns = fit(as_turns(value.to_messages()), tokenizer)
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        text = ChatTemplate(tokenizer).render(as_turns(value.to_messages()))
     else:
         text = value.to_string()
-    header, mark, _ = text.partition(CONTEXT_MARK)
-    if not mark:
+    header = text_before(text, CONTEXT_MARK)
+    if header is None:
         raise PromptError(
             f"The prompt does not place {variable!r}; its variables are {sorted(prompt.input_variables)}.",
             hint="Name the variable that receives the retrieved texts.",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -82,12 +83,8 @@ class SpecCacheModel(BaseModel):
         return self.runtime.warm(_texts(chunks), show_progress=show_progress)
 
     def prefetch(self, chunks: Iterable[Document | str]) -> None:
-        """Announce documents or texts that a prompt will soon hold: their KV is read ahead, new ones become known."""
+        """Prefetch the KV of documents or texts that a prompt will soon hold; new ones become known. Never waits."""
         self.runtime.prefetch(_texts(chunks))
-
-    async def aprefetch(self, chunks: Iterable[Document | str]) -> None:
-        """`prefetch` for an event loop, which should not wait while new texts are tokenized."""
-        await asyncio.to_thread(self.prefetch, chunks)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of the target model's tokenizer; LangChain's own default fetches GPT-2's."""
@@ -95,14 +92,17 @@ class SpecCacheModel(BaseModel):
 
     @property
     def _answers(self) -> Answers:
-        return Answers(self.model, self.runtime.tokenizer)
+        return Answers(self.model, self.runtime)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What an answer depends on: LangChain traces it, and finds answers in its cache by it."""
-        shaping = {"model", "speculative_model", "policy", "policy_options", "scoring", "recompute_ratio"}
+        shaping = self.config.model_dump(exclude={"store", "ram_bytes", "engine_options"})
+        # Engine options hold the precision, and perhaps an access token: a digest tells them apart and shows none.
+        engine_options = json.dumps(self.config.engine_options, sort_keys=True, default=str)
+        digest = hashlib.sha256(engine_options.encode()).hexdigest()[:16]
         own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop_sequences": self.stop}
-        return {**self.config.model_dump(include=shaping), **own, "model_kwargs": self.model_kwargs}
+        return {**shaping, "engine_options_digest": digest, **own, "model_kwargs": self.model_kwargs}
 
     def _params(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of one call: the fields, then `model_kwargs`, then the call's own. None means not given.
@@ -128,5 +128,7 @@ class SpecCacheModel(BaseModel):
         }
 
 
-def _texts(chunks: Iterable[Document | str]) -> list[str]:
+def _texts(chunks: Iterable[Document | str]) -> Iterable[str]:
+    if isinstance(chunks, str):
+        return chunks  # one text is not a list of letters: `SpecCache` refuses it
     return [chunk if isinstance(chunk, str) else chunk.page_content for chunk in chunks]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -16,11 +15,9 @@ from langchain_core.runnables import Runnable
 from pydantic import BaseModel, Field
 
 from langchain_speccache.base import SpecCacheModel
-from langchain_speccache.messages import Turn, as_turns
+from langchain_speccache.messages import as_turns
 from langchain_speccache.responses import PROVIDER
 from langchain_speccache.structured import Method, structured_output
-from langchain_speccache.templates import fit
-from speccache_rag.errors import PromptError
 
 
 class ChatSpecCache(SpecCacheModel, BaseChatModel):
@@ -74,7 +71,7 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         params = self._params(stop, kwargs)
-        return self._answers.chat_result(self.runtime.generate(self._turns(messages), **params))
+        return self._answers.chat_result(self.runtime.generate(as_turns(messages), **params))
 
     async def _agenerate(
         self,
@@ -84,8 +81,7 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         params = self._params(stop, kwargs)
-        turns = await asyncio.to_thread(self._turns, messages)  # may load the tokenizer
-        return self._answers.chat_result(await self.runtime.agenerate(turns, **params))
+        return self._answers.chat_result(await self.runtime.agenerate(as_turns(messages), **params))
 
     # LangChain itself tells callbacks of each chunk that these yield.
 
@@ -97,7 +93,7 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         params, answers = self._params(stop, kwargs), self._answers
-        with closing(self.runtime.stream(self._turns(messages), **params)) as deltas:  # leaving early frees the request
+        with closing(self.runtime.stream(as_turns(messages), **params)) as deltas:  # leaving early frees the request
             for delta in deltas:
                 yield answers.chat_chunk(delta)
 
@@ -108,22 +104,10 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        params = self._params(stop, kwargs)
-        turns = await asyncio.to_thread(self._turns, messages)
-        answers = self._answers
-        async with aclosing(self.runtime.astream(turns, **params)) as deltas:
+        params, answers = self._params(stop, kwargs), self._answers
+        async with aclosing(self.runtime.astream(as_turns(messages), **params)) as deltas:
             async for delta in deltas:
                 yield answers.chat_chunk(delta)
-
-    def _turns(self, messages: Sequence[BaseMessage]) -> list[Turn]:
-        turns = as_turns(messages)
-        tokenizer = self.runtime.tokenizer
-        if not tokenizer.chat_template:
-            raise PromptError(
-                f"The tokenizer of {self.model!r} has no chat template, so it is no chat model.",
-                hint="Use SpecCacheCompletion, which takes prompts as text.",
-            )
-        return fit(turns, tokenizer)
 
     @property
     def _llm_type(self) -> str:

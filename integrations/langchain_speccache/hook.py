@@ -1,4 +1,4 @@
-"""One line for pipelines that wrap nothing: every retriever's documents are announced to a model."""
+"""One line for pipelines that wrap nothing: every retriever's documents are prefetched."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing_extensions import Self
 from langchain_speccache.base import SpecCacheModel
 
 
-class _Announcer(BaseCallbackHandler):
-    """Tells the installed models what retrievers return."""
+class _Prefetcher(BaseCallbackHandler):
+    """Has the installed models prefetch what retrievers return."""
 
     run_inline = True  # before the prompt is made, also under asyncio
 
@@ -30,7 +30,7 @@ class _Announcer(BaseCallbackHandler):
 
 
 _lock = threading.Lock()
-_announcer: _Announcer | None = None
+_prefetcher: _Prefetcher | None = None
 
 
 class RetrieverHook:
@@ -40,10 +40,10 @@ class RetrieverHook:
         self.llm = llm
 
     def remove(self) -> None:
-        """Announce no more documents to this model. Idempotent."""
+        """Prefetch no more documents for this model. Idempotent."""
         with _lock:
-            if _announcer is not None:
-                _announcer.hooks = tuple(hook for hook in _announcer.hooks if hook is not self)
+            if _prefetcher is not None:
+                _prefetcher.hooks = tuple(hook for hook in _prefetcher.hooks if hook is not self)
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +55,7 @@ class RetrieverHook:
 
 
 def install(llm: SpecCacheModel) -> RetrieverHook:
-    """Announce what every LangChain retriever of this process returns to `llm`, as `SpecCacheRetriever` does for one.
+    """Prefetch for `llm` what any LangChain retriever of this process returns, as `SpecCacheRetriever` does for one.
 
     Holds in every thread, task and context, also those begun before.
 
@@ -63,14 +63,14 @@ def install(llm: SpecCacheModel) -> RetrieverHook:
         ...
         hook.remove()
     """
-    global _announcer
+    global _prefetcher
     hook = RetrieverHook(llm)
     with _lock:
-        if _announcer is None:
+        if _prefetcher is None:
             # LangChain cannot unregister, so one handler stays for good, idle while no hook is installed. A context
             # variable's default is seen in every context.
-            _announcer = _Announcer()
-            variable: ContextVar[Any] = ContextVar("speccache", default=_announcer)
+            _prefetcher = _Prefetcher()
+            variable: ContextVar[Any] = ContextVar("speccache", default=_prefetcher)
             register_configure_hook(variable, inheritable=True)
-        _announcer.hooks += (hook,)
+        _prefetcher.hooks += (hook,)
     return hook

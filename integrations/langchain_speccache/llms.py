@@ -15,6 +15,7 @@ from langchain_core.outputs import GenerationChunk, LLMResult
 
 from langchain_speccache.base import SpecCacheModel
 from langchain_speccache.responses import PROVIDER
+from speccache_rag.warming import all_or_stop
 
 MOST_THREADS = 32
 """Threads of one `batch`. They only wait: the engine batches what they ask."""
@@ -50,7 +51,8 @@ class SpecCacheCompletion(SpecCacheModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         params = self._params(stop, kwargs)
-        completions = await asyncio.gather(*(self.runtime.agenerate(prompt, **params) for prompt in prompts))
+        tasks = [asyncio.create_task(self.runtime.agenerate(prompt, **params)) for prompt in prompts]
+        completions = await all_or_stop(tasks)
         return LLMResult(generations=[[self._answers.generation(completion)] for completion in completions])
 
     def _stream(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk
 
+from speccache_rag.runtime import SpecCache
 from speccache_rag.types import Completion, Delta, Usage
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PROVIDER = "speccache"
 
@@ -23,7 +21,8 @@ class Answers:
     """Makes LangChain's objects of one model's answers."""
 
     model: str
-    tokenizer: PreTrainedTokenizerBase
+    runtime: SpecCache
+    """Its tokenizer is asked for where logprobs need it: loading it takes long, and an event loop may be waiting."""
 
     def chat_result(self, completion: Completion) -> ChatResult:
         """A whole answer of a chat model."""
@@ -76,7 +75,7 @@ class Answers:
         return {**tokens[0], "top_logprobs": tokens}  # engines put the chosen one first
 
     def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        token = str(self.tokenizer.decode([token_id]))
+        token = str(self.runtime.tokenizer.decode([token_id]))
         return {"token": token, "bytes": list(token.encode()), "logprob": logprob}
 
 

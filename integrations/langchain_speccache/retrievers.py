@@ -1,4 +1,4 @@
-"""`SpecCacheRetriever`: any retriever, whose documents are announced to the model before the prompt is made."""
+"""`SpecCacheRetriever`: any retriever, whose documents are prefetched before the prompt is made."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class SpecCacheRetriever(BaseRetriever):
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         found = (await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs))[: k or self.k]
-        await self.llm.aprefetch(found)
+        self.llm.prefetch(found)
         return found

@@ -76,9 +76,9 @@ def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | No
 
 
 def store_of(sc: SpecCache) -> Any:
-    """The disk tier of an engine's store; vLLM's worker has its own view of the same folder."""
+    """An engine's store; vLLM's front end has the disk tier only, over the same folder as its worker."""
     engine: Any = sc._open().engine
-    return engine._store._disk if sc.config.engine == "transformers" else engine._disk
+    return engine._store if sc.config.engine == "transformers" else engine._disk
 
 
 def poison_cache(sc: SpecCache, value: float) -> None:

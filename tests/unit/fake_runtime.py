@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from types import SimpleNamespace
@@ -111,6 +112,30 @@ class FakeRuntime:
         ttft_s = 6.0 if policy == "full_recompute" else 2.0
         report = PrefillReport(prompt_tokens=n, fresh_tokens=n, policy=policy, scoring=scoring, ttft_s=ttft_s)
         return Completion(text, report, Usage(n, len(self.pieces)), "stop", self.logprobs)
+
+
+class LoadingRuntime(FakeRuntime):
+    """Notes the threads in which it was asked for what may take long: the tokenizer, and facts of the engine."""
+
+    asked: list[int]
+
+    @property
+    def tokenizer(self) -> Any:
+        self.asked.append(threading.get_ident())
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.asked, self._tokenizer = [], tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        self.asked.append(threading.get_ident())
+        return self._max_model_len
+
+    @max_model_len.setter
+    def max_model_len(self, tokens: int) -> None:
+        self._max_model_len = tokens
 
 
 def _shared(config: SpecCacheConfig) -> SpecCache:

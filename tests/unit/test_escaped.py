@@ -74,6 +74,14 @@ def test_an_escaped_chunk_that_was_cut_is_told(told: Told) -> None:
 
 
 @pytest.mark.parametrize(
+    "escape", [r"\Uffffffff", r"\U0011ffff", r"\U00110000", r"\ud800", r"\U0000d800", r"\U0010ffff"]
+)
+def test_what_is_no_character_is_passed_over(escape: str, told: Told) -> None:
+    look(f"A pattern {escape} of somebody's.", f"{[TAB]} {escape}")
+    assert [record.args for record in told()] == [(1,)]
+
+
+@pytest.mark.parametrize(
     "prompt",
     [
         f"Context:\n{TWO_LINES}\n{QUOTES}\nWho?",  # as they are

@@ -52,3 +52,17 @@ def test_required_history_is_left_empty(tmp_path: Path) -> None:
 def test_a_prompt_without_context_has_no_anchor(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"does not place 'pages'; its variables are \['context', 'input', 'role'\]"):
         anchor_for(tiny_tokenizer(tmp_path), PROMPT, variable="pages")
+
+
+def test_a_chat_prompt_needs_a_chat_template(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    tokenizer.chat_template = None
+    with pytest.raises(PromptError, match="has no chat template"):
+        anchor_for(tokenizer, PROMPT)
+
+
+def test_the_prompt_is_fitted_to_the_template(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refusing + tokenizer.chat_template
+    assert anchor_for(tokenizer, PROMPT.partial(role="a guide")) == "<|im_start|>user\nAs a guide:\n\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from transformers import PreTrainedTokenizerFast
 
 from langchain_speccache import ChatSpecCache
 from speccache_rag.config import SpecCacheConfig
-from speccache_rag.errors import ConfigurationError, PromptError
+from speccache_rag.errors import ConfigurationError
 from speccache_rag.runtime import SpecCache
 from speccache_rag.types import Completion, Delta, PrefillReport, Usage
 from tests.tiny import tiny_tokenizer
-from tests.unit.fake_runtime import FakeRuntime
+from tests.unit.fake_runtime import FakeRuntime, LoadingRuntime
 
 QUESTION = [SystemMessage("Be brief."), HumanMessage("Why?")]
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -248,20 +249,22 @@ def test_a_call_for_another_model_is_refused(llm: ChatSpecCache, runtime: FakeRu
     assert len(runtime.calls) == 1
 
 
-def test_a_model_without_chat_template_points_to_the_completion_class(runtime: FakeRuntime) -> None:
-    base = FakeRuntime()
-    base.tokenizer.chat_template = None
-    with pytest.raises(PromptError, match="no chat template.*SpecCacheCompletion"):
-        ChatSpecCache(runtime=base).invoke("Why?")
+async def test_no_event_loop_waits_for_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    runtime = LoadingRuntime(tokenizer=tokenizer)
+    llm = ChatSpecCache(runtime=runtime)
+    await llm.ainvoke("Why?")
+    _ = [chunk async for chunk in llm.astream("Why?")]
+    assert threading.get_ident() not in runtime.asked
 
 
-def test_turns_are_fitted_to_the_template(
-    llm: ChatSpecCache, runtime: FakeRuntime, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["warm", "prefetch"])
+def test_one_text_is_not_taken_for_a_list_of_letters(
+    llm: ChatSpecCache, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    refusing = "{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0]['content'] }}"
-    monkeypatch.setattr(tokenizer, "chat_template", refusing)
-    llm.invoke(QUESTION)
-    assert runtime.calls[0][0] == [{"role": "user", "content": "Be brief.\n\nWhy?"}]
+    given: list[Any] = []
+    monkeypatch.setattr(runtime, method, lambda texts, **_: given.append(texts))
+    getattr(llm, method)("a text")
+    assert given == ["a text"]  # which `SpecCache` refuses
 
 
 def test_warm_takes_documents_and_texts(llm: ChatSpecCache, runtime: FakeRuntime) -> None:
@@ -309,6 +312,22 @@ def test_a_cache_tells_models_apart_by_what_shapes_an_answer(runtime: FakeRuntim
         "Why?"
     )
     assert len(cache._cache) == 5
+
+
+def test_identifying_params_name_all_that_an_answer_depends_on() -> None:
+    def params(**options: Any) -> str:
+        return repr(ChatSpecCache(model="tiny", **options)._identifying_params)
+
+    others: list[dict[str, Any]] = [
+        {"engine": "transformers"},
+        {"anchor": "Read:"},
+        {"tenant": "t"},
+        {"engine_options": {"dtype": "float32"}},
+        {"engine_options": {"quantization": "fp8"}},
+        {"policy": "epic"},
+    ]
+    assert len({params(), *(params(**other) for other in others)}) == 1 + len(others)
+    assert params(store="kv", ram_bytes=5) == params()  # where KV lies changes no answer
 
 
 # Construction and copies.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from typing import Any
@@ -13,8 +14,8 @@ pytest.importorskip("langchain_core", reason="langchain-core is not installed")
 from langchain_core.prompts import PromptTemplate
 
 from langchain_speccache import SpecCacheCompletion
-from speccache_rag.errors import ConfigurationError
-from tests.unit.fake_runtime import FakeRuntime
+from speccache_rag.errors import ConfigurationError, PromptError
+from tests.unit.fake_runtime import FakeRuntime, LoadingRuntime
 
 ANSWER = "The answer."
 
@@ -57,6 +58,34 @@ def test_answers_come_in_the_order_of_their_prompts(
 ) -> None:
     monkeypatch.setattr(runtime, "generate", lambda prompt, **_: FakeRuntime(pieces=[prompt.upper()]).generate(prompt))
     assert llm.batch(["a", "b", "c"]) == ["A", "B", "C"]
+
+
+async def test_an_error_stops_the_other_prompts(
+    llm: SpecCacheCompletion, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = []
+
+    async def agenerate(prompt: str, **_: Any) -> None:
+        if prompt == "bad":
+            raise PromptError("too long")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            stopped.append(prompt)
+            raise
+
+    monkeypatch.setattr(runtime, "agenerate", agenerate)
+    with pytest.raises(PromptError, match="too long"):
+        await llm.agenerate(["good", "bad", "fine"])
+    assert stopped == ["good", "fine"]
+
+
+async def test_no_event_loop_waits_for_the_tokenizer() -> None:
+    runtime = LoadingRuntime()
+    llm = SpecCacheCompletion(runtime=runtime)
+    await llm.ainvoke("Why?")
+    _ = [chunk async for chunk in llm.astream("Why?")]
+    assert threading.get_ident() not in runtime.asked
 
 
 def test_generations_carry_usage_and_report(llm: SpecCacheCompletion) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -59,7 +60,7 @@ def retriever(runtime: FakeRuntime) -> SpecCacheRetriever:
     return SpecCacheRetriever(retriever=Shelf(asked=[]), llm=ChatSpecCache(runtime=runtime))
 
 
-def test_documents_pass_unchanged_and_are_announced(retriever: SpecCacheRetriever, runtime: FakeRuntime) -> None:
+def test_documents_pass_unchanged_and_are_prefetched(retriever: SpecCacheRetriever, runtime: FakeRuntime) -> None:
     assert retriever.invoke("why?") == Shelf(asked=[]).invoke("why?")
     assert runtime.prefetched == TEXTS
 
@@ -68,11 +69,13 @@ async def test_the_same_in_a_running_loop(
     retriever: SpecCacheRetriever, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Shelf, "invoke", lambda *_, **__: pytest.fail("the inner retriever was called synchronously"))
+    where: list[int] = []
+    monkeypatch.setattr(runtime, "prefetch", lambda texts: where.append(threading.get_ident()))
     assert [document.page_content for document in await retriever.ainvoke("why?")] == TEXTS
-    assert runtime.prefetched == TEXTS
+    assert where == [threading.get_ident()]  # it waits for nothing, so no thread is worth its while
 
 
-def test_k_limits_what_is_given_and_announced(retriever: SpecCacheRetriever, runtime: FakeRuntime) -> None:
+def test_k_limits_what_is_given_and_prefetched(retriever: SpecCacheRetriever, runtime: FakeRuntime) -> None:
     assert len(retriever.invoke("why?", k=1)) == 1
     assert runtime.prefetched == TEXTS[:1]
     two = SpecCacheRetriever(retriever=retriever.retriever, llm=retriever.llm, k=2)
@@ -108,7 +111,7 @@ def hook(runtime: FakeRuntime) -> Iterator[RetrieverHook]:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_every_retriever_announces(hook: RetrieverHook, runtime: FakeRuntime, is_async: bool) -> None:
+def test_what_any_retriever_returns_is_prefetched(hook: RetrieverHook, runtime: FakeRuntime, is_async: bool) -> None:
     _ = asyncio.run(Shelf(asked=[]).ainvoke("why?")) if is_async else Shelf(asked=[]).invoke("why?")
     assert runtime.prefetched == TEXTS
 

@@ -14,7 +14,7 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
-from llama_index.llms.speccache import SpecCacheLLM, SpecCacheReuseEvent, install
+from llama_index.llms.speccache import RetrieverHook, SpecCacheLLM, SpecCacheReuseEvent, install
 
 from tests.unit.fake_runtime import FakeRuntime
 
@@ -127,10 +127,11 @@ class Found(BaseRetriever):
         return [NodeWithScore(node=node, score=1.0) for node in nodes]
 
 
-def test_the_hook_announces_bare_texts_until_it_is_switched_off(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
+def test_the_hook_prefetches_bare_texts_until_it_is_switched_off(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
     before = list(get_dispatcher().event_handlers)
-    assert "SpecCachePrefetchHook" not in {handler.class_name() for handler in before}  # importing installs nothing
+    assert "SpecCacheRetrieverHook" not in {handler.class_name() for handler in before}  # importing installs nothing
     hook = install(llm)
+    assert isinstance(hook, RetrieverHook)
     Found(" one ", "two").retrieve("Why?")
     assert runtime.prefetched == [" one ", "two"]
     hook.remove()

@@ -25,9 +25,10 @@ from llama_index.llms.speccache import SpecCacheLLM, anchor_for
 
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError, PromptError
+from speccache_rag.prompt.assembly import PromptTokenizer
 from speccache_rag.runtime import SpecCache
 from tests.tiny import tiny_tokenizer
-from tests.unit.fake_runtime import FakeRuntime
+from tests.unit.fake_runtime import FakeRuntime, LoadingRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Why?")]
@@ -253,11 +254,48 @@ def test_warm_takes_bare_node_texts(llm: SpecCacheLLM, runtime: FakeRuntime) -> 
     assert report.n_texts == 2
 
 
-async def test_prefetch_takes_what_retrievers_return(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
+def test_prefetch_takes_what_retrievers_return(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
     node = TextNode(text="a chunk", metadata={"file": "a.md"})
     llm.prefetch([node, NodeWithScore(node=node, score=0.5), "a text"])
-    await llm.aprefetch(["another"])
-    assert runtime.prefetched == ["a chunk", "a chunk", "a text", "another"]
+    assert runtime.prefetched == ["a chunk", "a chunk", "a text"]
+
+
+@pytest.mark.parametrize("method", ["warm", "prefetch"])
+def test_one_text_is_not_taken_for_a_list_of_letters(
+    llm: SpecCacheLLM, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(runtime, method, lambda texts, **_: given.append(texts))
+    getattr(llm, method)("a text")
+    assert given == ["a text"]  # which `SpecCache` refuses
+
+
+async def test_no_event_loop_waits_for_tokenizer_or_engine() -> None:
+    runtime = LoadingRuntime()
+    llm = SpecCacheLLM(runtime=runtime)
+    await llm.achat(QUESTION)
+    await llm.acomplete("Why?")
+    _ = [response async for response in await llm.astream_chat(QUESTION)]
+    _ = [response async for response in await llm.astream_complete("Why?")]
+    assert len(runtime.calls) == 4
+    assert runtime.asked != []
+    assert threading.get_ident() not in runtime.asked
+
+
+def test_a_template_without_system_turn_shows_it_all_the_same(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refusing + tokenizer.chat_template
+    runtime = FakeRuntime(tokenizer=tokenizer)
+    SpecCacheLLM(runtime=runtime).chat(QUESTION)
+    prompt = PromptTokenizer(tokenizer).render(runtime.calls[0][0])
+    assert prompt == "<|im_start|>user\nBe brief.\n\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert anchor_for(tokenizer).startswith("<|im_start|>user\nYou are an expert Q&A system")
+
+
+def test_the_repr_holds_no_engine_options() -> None:
+    llm = SpecCacheLLM(model="tiny", engine_options={"hf_token": "secret"})
+    assert "secret" not in f"{llm!r} {llm}"
 
 
 async def test_an_agent_that_needs_function_calling_says_so(llm: SpecCacheLLM) -> None:

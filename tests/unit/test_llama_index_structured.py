@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from llama_index.llms.speccache import SpecCacheLLM
 from pydantic import BaseModel, ValidationError
 
 from speccache_rag.config import SpecCacheConfig
-from tests.unit.fake_runtime import FakeRuntime
+from tests.unit.fake_runtime import FakeRuntime, LoadingRuntime
 
 
 class Mill(BaseModel):
@@ -54,6 +55,13 @@ def test_structured_predict(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
 async def test_astructured_predict(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
     assert await llm.astructured_predict(Mill, PROMPT, village="Arden") == ARDEN
     assert params(runtime)["structured_outputs"] == GUIDED
+
+
+async def test_no_event_loop_waits_for_the_engine() -> None:
+    runtime = LoadingRuntime(pieces=PIECES)
+    llm = SpecCacheLLM(runtime=runtime)
+    assert await llm.astructured_predict(Mill, PROMPT, village="Arden") == ARDEN
+    assert runtime.asked[0] != threading.get_ident()  # when LlamaIndex's own code asks, it is there
 
 
 def test_stream_structured_predict(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:

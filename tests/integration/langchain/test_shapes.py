@@ -119,13 +119,13 @@ def test_documents_put_in_unjoined_are_warned_of_once(newcomer: SpecCache, caplo
     assert '"\\n\\n".join(d.page_content for d in documents)' in warnings(caplog)[0]
 
 
-def test_what_the_retriever_announced_is_reused_from_the_second_question_on(newcomer: SpecCache) -> None:
+def test_what_the_retriever_prefetched_is_reused_from_the_second_question_on(newcomer: SpecCache) -> None:
     newcomer.start()
     bench = Bench(ScriptedRuntime(newcomer, reply))
     assert_learns(newcomer, bench, lambda: wrapped(bench).invoke(ONE[0]))
 
 
-def test_the_installed_hook_announces_too_and_can_be_taken_off(newcomer: SpecCache) -> None:
+def test_the_installed_hook_prefetches_too_and_can_be_taken_off(newcomer: SpecCache) -> None:
     bench = Bench(ScriptedRuntime(newcomer, reply))
     with install(ChatSpecCache(runtime=bench.runtime)):
         assert_learns(newcomer, bench, lambda: lcel(bench).invoke(ONE[0]))

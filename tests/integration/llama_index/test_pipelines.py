@@ -93,7 +93,7 @@ def test_what_ingestion_warmed_is_reused(llm: SpecCacheLLM, reports: list[SpecCa
 async def test_what_nobody_warmed_is_reused_from_the_second_prompt_on(
     llm: SpecCacheLLM, reports: list[SpecCacheReuseEvent], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = f"Text that {way} announces:\nno run before this one has ever seen it, and no transform warmed it either."
+    text = f"Text that {way} prefetches:\nno run before this one has ever seen it, and no transform warmed it either."
     monkeypatch.setitem(CHUNKS, "N", text)
     hook = install(llm) if way == "hook" else None
     retriever = Found("N") if hook else SpecCacheRetriever(Found("N"), llm=llm)
@@ -127,6 +127,16 @@ def test_streams_read_in_turns_say_what_they_say_alone(llm: SpecCacheLLM, report
     assert texts == alone
     assert [used(event) for event in reports[2:]] == [used(event) for event in reports[:2]]
     assert alone[0] != alone[1]
+
+
+def test_a_system_turn_reaches_a_model_that_has_none(
+    llm: SpecCacheLLM, reports: list[SpecCacheReuseEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = llm.runtime.tokenizer
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", refusing + tokenizer.chat_template)
+    llm.chat([ChatMessage(role="system", content=f"Read this.\n\n{CHUNKS['A']}"), ChatMessage(content=QUESTION)])
+    assert reports[0].report["chunks_reused"] == 1
 
 
 def test_logprobs_carry_the_texts_of_tokens(llm: SpecCacheLLM) -> None:

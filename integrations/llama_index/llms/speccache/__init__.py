@@ -9,7 +9,7 @@ except ModuleNotFoundError as error:
 
 from llama_index.llms.speccache.base import SpecCacheLLM
 from llama_index.llms.speccache.events import SpecCacheReuseEvent
-from llama_index.llms.speccache.hook import install
+from llama_index.llms.speccache.hook import RetrieverHook, install
 from llama_index.llms.speccache.rendering import anchor_for
 
-__all__ = ["SpecCacheLLM", "SpecCacheReuseEvent", "anchor_for", "install"]
+__all__ = ["RetrieverHook", "SpecCacheLLM", "SpecCacheReuseEvent", "anchor_for", "install"]

@@ -45,7 +45,8 @@ class SpecCacheLLM(GuidedLLM):
         ConfigurationError: an option is unknown or out of range, or options come from two sources.
     """
 
-    config: SpecCacheConfig = Field(description="What the engine is built from.")
+    # Not in repr, which ends in logs: engine options may hold an access token.
+    config: SpecCacheConfig = Field(repr=False, description="What the engine is built from.")
     temperature: float = Field(default=0.0, ge=0.0, description="0 takes the likeliest token.")
     max_tokens: int = Field(default=256, gt=0, description="Most tokens in an answer.")
     stop: list[str] | None = Field(default=None, description="Texts that end an answer.")
@@ -94,6 +95,11 @@ class SpecCacheLLM(GuidedLLM):
             model_name=self.config.model,
         )
 
+    def to_payload(self) -> dict[str, Any]:
+        """What the start event of every call says. LlamaIndex's own asks for `metadata`, on the event loop too."""
+        own = {"temperature": self.temperature, "num_output": self.max_tokens}
+        return {"class_name": self.class_name(), "model_name": self.config.model, **own}
+
     def with_options(self, **options: Any) -> SpecCacheLLM:
         """A copy on the same engine whose calls differ: `temperature`, `max_tokens`, `stop`, `policy`, `scoring`, ...
 
@@ -114,14 +120,11 @@ class SpecCacheLLM(GuidedLLM):
         return self.runtime.warm(bare_texts(chunks), show_progress=show_progress)
 
     def prefetch(self, chunks: Iterable[HasText]) -> None:
-        """Announce nodes or texts that a prompt will soon hold: their KV is read ahead, new ones become known."""
+        """Prefetch the KV of nodes or texts that a prompt will soon hold; new ones become known. Never waits."""
         self.runtime.prefetch(bare_texts(chunks))
 
-    async def aprefetch(self, chunks: Iterable[HasText]) -> None:
-        """`prefetch` for an event loop, which should not wait while new texts are tokenized."""
-        await asyncio.to_thread(self.prefetch, chunks)
-
-    # Chat and completion, each whole, streamed, and both again for asyncio.
+    # Chat and completion, each whole, streamed, and both again for asyncio. Making a prompt may load the tokenizer, and
+    # no event loop should wait for that.
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -129,7 +132,8 @@ class SpecCacheLLM(GuidedLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return self._chats.whole(await self.runtime.agenerate(self._turns(messages), **self._params(kwargs)))
+        request = await asyncio.to_thread(self._turns, messages)
+        return self._chats.whole(await self.runtime.agenerate(request, **self._params(kwargs)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -137,7 +141,8 @@ class SpecCacheLLM(GuidedLLM):
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        return self._chats.astream(self.runtime.astream(self._turns(messages), **self._params(kwargs)))
+        request = await asyncio.to_thread(self._turns, messages)
+        return self._chats.astream(self.runtime.astream(request, **self._params(kwargs)))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -146,7 +151,7 @@ class SpecCacheLLM(GuidedLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        request = self._prompt(prompt, formatted)
+        request = await asyncio.to_thread(self._prompt, prompt, formatted)
         return self._completions.whole(await self.runtime.agenerate(request, **self._params(kwargs)))
 
     @llm_completion_callback()
@@ -156,7 +161,7 @@ class SpecCacheLLM(GuidedLLM):
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        request = self._prompt(prompt, formatted)
+        request = await asyncio.to_thread(self._prompt, prompt, formatted)
         return self._completions.astream(self.runtime.astream(request, **self._params(kwargs)))
 
     @property
@@ -169,11 +174,11 @@ class SpecCacheLLM(GuidedLLM):
 
     @property
     def _chats(self) -> Answers[ChatResponse]:
-        return Answers(chat_response, self.config.model, self.runtime.tokenizer)
+        return Answers(chat_response, self.config.model, self.runtime)
 
     @property
     def _completions(self) -> Answers[CompletionResponse]:
-        return Answers(completion_response, self.config.model, self.runtime.tokenizer)
+        return Answers(completion_response, self.config.model, self.runtime)
 
     @property
     def _is_chat(self) -> bool:

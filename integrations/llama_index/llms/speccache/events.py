@@ -26,7 +26,7 @@ class SpecCacheReuseEvent(BaseEvent):
         return "SpecCacheReuseEvent"
 
 
-def announce(model: str, completion: Completion) -> None:
+def fire_reuse_event(model: str, completion: Completion) -> None:
     """Tell every handler on LlamaIndex's dispatcher about a finished answer."""
     event = SpecCacheReuseEvent(model=model, report=completion.report.to_dict(), usage=completion.usage.to_dict())
     dispatcher.event(event)

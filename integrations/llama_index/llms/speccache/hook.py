@@ -1,4 +1,4 @@
-"""`install`: every retriever of the process announces what it found, and no pipeline is touched."""
+"""`install`: what every retriever of the process finds is prefetched, and no pipeline is touched."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llama_index.llms.speccache.events import dispatcher
 from typing_extensions import Self
 
 
-def install(llm: SpecCacheLLM) -> PrefetchHook:
-    """Announce what any LlamaIndex retriever returns, so that its KV is on the way while the prompt is still made.
+def install(llm: SpecCacheLLM) -> RetrieverHook:
+    """Prefetch for `llm` what any LlamaIndex retriever of this process returns, while the prompt is still being made.
 
     Chunks that were warmed are reused without this; the hook gains the time of reading their KV, and makes texts known
     that nobody warmed: their second prompt reuses them.
@@ -26,12 +26,12 @@ def install(llm: SpecCacheLLM) -> PrefetchHook:
     Returns:
         The hook, on. It is a context manager too: `with install(llm): ...` switches it off at the end.
     """
-    hook = PrefetchHook(llm=llm)
+    hook = RetrieverHook(llm=llm)
     dispatcher.root.add_event_handler(hook)
     return hook
 
 
-class PrefetchHook(BaseEventHandler):
+class RetrieverHook(BaseEventHandler):
     """Listens on LlamaIndex's root dispatcher, which hears of every retrieval, fused and asynchronous ones too."""
 
     llm: SpecCacheLLM
@@ -39,10 +39,10 @@ class PrefetchHook(BaseEventHandler):
     @classmethod
     def class_name(cls) -> str:
         """Name among LlamaIndex's handlers."""
-        return "SpecCachePrefetchHook"
+        return "SpecCacheRetrieverHook"
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Announce the nodes of a finished retrieval; other events pass."""
+        """Prefetch the nodes of a finished retrieval; other events pass."""
         if isinstance(event, RetrievalEndEvent):
             self.llm.prefetch(event.nodes)
 

@@ -12,20 +12,19 @@ from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from speccache_rag.errors import PromptError
+from speccache_rag.prompt.templates import CONTEXT_MARK, ChatTemplate, text_before
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CONTEXT_MARK = "\u2063context\u2063"
-"""Stands for the retrieved context while a template is rendered; no template holds it."""
-
 
 HasText = BaseNode | NodeWithScore | str
 """Whatever holds a chunk's text."""
 
 
-def bare_texts(chunks: Iterable[HasText]) -> list[str]:
+def bare_texts(chunks: Iterable[HasText]) -> Iterable[str]:
     """The texts alone, without the metadata that prompts show above them: that differs, the text does not."""
+    if isinstance(chunks, str):
+        return chunks  # one text is not a list of letters: `SpecCache` refuses it
     return [c if isinstance(c, str) else c.get_content(metadata_mode=MetadataMode.NONE) for c in chunks]
 
 
@@ -61,12 +60,12 @@ def anchor_for(tokenizer: PreTrainedTokenizerBase, text_qa_template: BasePromptT
     is_chat = bool(tokenizer.chat_template)
     template = text_qa_template or (CHAT_TEXT_QA_PROMPT if is_chat else DEFAULT_TEXT_QA_PROMPT)
     if is_chat:
-        turns = as_turns(template.format_messages(context_str=CONTEXT_MARK, query_str=""))
-        prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        messages = template.format_messages(context_str=CONTEXT_MARK, query_str="")
+        prompt = ChatTemplate(tokenizer).render(as_turns(messages))
     else:
         prompt = template.format(context_str=CONTEXT_MARK, query_str="")
-    header, mark, _ = prompt.partition(CONTEXT_MARK)
-    if not mark:
+    header = text_before(prompt, CONTEXT_MARK)
+    if header is None:
         raise PromptError(
             "The question-answering template does not place the retrieved context.",
             hint="Put {context_str} where the context belongs.",

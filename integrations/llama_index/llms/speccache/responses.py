@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LogProb, MessageRole
-from llama_index.llms.speccache.events import announce
+from llama_index.llms.speccache.events import fire_reuse_event
 
+from speccache_rag.runtime import SpecCache
 from speccache_rag.types import Completion, Delta
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 R = TypeVar("R")
 
@@ -36,7 +34,8 @@ class Answers(Generic[R]):
     build: Callable[[str, str | None, Mapping[str, Any]], R]
     """(text so far, new text where streamed, facts of a complete answer) -> response."""
     model: str
-    tokenizer: PreTrainedTokenizerBase
+    runtime: SpecCache
+    """Its tokenizer is asked for where logprobs need it: loading it takes long, and an event loop may be waiting."""
 
     def whole(self, completion: Completion) -> R:
         """The response for an answer that was not streamed."""
@@ -62,7 +61,7 @@ class Answers(Generic[R]):
         """`raw` in the shape LlamaIndex's token counters read, with the prefill report beside it."""
         if completion is None:
             return {}
-        announce(self.model, completion)
+        fire_reuse_event(self.model, completion)
         usage = completion.usage.to_dict()
         report, reason = completion.report.to_dict(), completion.finish_reason
         raw = {"model": self.model, "usage": usage, "speccache": report, "finish_reason": reason}
@@ -77,5 +76,5 @@ class Answers(Generic[R]):
         return [[self._logprob(token_id, logprob) for token_id, logprob in step.items()] for step in steps]
 
     def _logprob(self, token_id: int, logprob: float) -> LogProb:
-        token = str(self.tokenizer.decode([token_id]))
+        token = str(self.runtime.tokenizer.decode([token_id]))
         return LogProb(token=token, logprob=logprob, bytes=list(token.encode()))

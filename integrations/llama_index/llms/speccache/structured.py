@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ class GuidedLLM(LLM):
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Kwargs | None = None, **prompt_args: Any
     ) -> Model:
         """`structured_predict` for an event loop."""
-        guided = self._guided(output_cls, llm_kwargs)
+        guided = await asyncio.to_thread(self._guided, output_cls, llm_kwargs)  # may start the engine
         answer: Model = await super().astructured_predict(output_cls, prompt, guided, **prompt_args)
         return answer
 
@@ -56,7 +57,7 @@ class GuidedLLM(LLM):
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Kwargs | None = None, **prompt_args: Any
     ) -> AsyncGenerator[Model | FlexibleModel, None]:
         """`stream_structured_predict` for an event loop."""
-        guided = self._guided(output_cls, llm_kwargs)
+        guided = await asyncio.to_thread(self._guided, output_cls, llm_kwargs)
         return await super().astream_structured_predict(output_cls, prompt, guided, **prompt_args)
 
     def _guided(self, output_cls: type[BaseModel], llm_kwargs: Mapping[str, Any] | None) -> Kwargs:

@@ -1,4 +1,4 @@
-"""`SpecCacheRetriever`: any retriever, whose findings are announced to the engine."""
+"""`SpecCacheRetriever`: any retriever, whose findings are prefetched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SpecCacheRetriever(BaseRetriever):
 
     Args:
         retriever: the one that finds; its own events fire as before.
-        llm: whose engine is told. `SpecCacheLLM(runtime=...)` wraps a live `SpecCache`.
+        llm: whose engine prefetches. `SpecCacheLLM(runtime=...)` wraps a live `SpecCache`.
         **kwargs: of `BaseRetriever`; the callback manager is the wrapped retriever's where none is given.
     """
 
@@ -36,7 +36,7 @@ class SpecCacheRetriever(BaseRetriever):
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes = await self._retriever.aretrieve(query_bundle)
-        await self._llm.aprefetch(nodes)
+        self._llm.prefetch(nodes)
         return nodes
 
     def _get_prompt_modules(self) -> PromptMixinType:

@@ -1,4 +1,4 @@
-"""`SpecCachePostprocessor`: announces the texts that are left when all other postprocessors are done."""
+"""`SpecCachePostprocessor`: prefetches the texts that are left when all other postprocessors are done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SpecCachePostprocessor(BaseNodePostprocessor):
     Stored KV of the texts that reach the prompt is read while the prompt is still being made.
     """
 
-    llm: NestedLLM = Field(description="Whose engine is told.")
+    llm: NestedLLM = Field(description="Whose engine prefetches.")
 
     def __init__(self, llm: SpecCacheLLM, **kwargs: object) -> None:
         super().__init__(llm=llm, **kwargs)

@@ -360,8 +360,8 @@ def test_options_of_remote_models_are_taken_and_mean_nothing() -> None:
     [
         ({"recompute_ration": 0.2}, "unknown option 'recompute_ration'.*ChatSpecCache itself takes.*model_kwargs"),
         ({"recompute_ratio": 1.5}, "'recompute_ratio' is 1.5"),
-        ({"config": SpecCacheConfig(model="other")}, "two sources"),
-        ({"runtime": FakeRuntime()}, "two sources"),
+        ({"config": SpecCacheConfig(model="other")}, "2 sources"),
+        ({"runtime": FakeRuntime()}, "2 sources"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -358,8 +358,8 @@ def test_the_shared_runtime_of_a_configuration_is_taken(monkeypatch: pytest.Monk
         ({"recompute_ration": 0.2}, "unknown option 'recompute_ration'"),
         ({"recompute_ratio": 1.5}, "'recompute_ratio' is 1.5"),
         ({"scoring": "sometimes"}, "'scoring' is 'sometimes'"),
-        ({"config": SpecCacheConfig(model="other")}, "two sources"),
-        ({"runtime": FakeRuntime()}, "two sources"),
+        ({"config": SpecCacheConfig(model="other")}, "2 sources"),
+        ({"runtime": FakeRuntime()}, "2 sources"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -124,7 +124,8 @@ def test_streams_read_in_turns_say_what_they_say_alone(llm: SpecCacheLLM, report
                 running.remove(i)
             else:
                 texts[i] += piece
-    assert texts == alone
+    # LlamaIndex before 0.14.25 takes the space from the beginning of what it streams.
+    assert [text.lstrip() for text in texts] == [text.lstrip() for text in alone]
     assert [used(event) for event in reports[2:]] == [used(event) for event in reports[:2]]
     assert alone[0] != alone[1]
 

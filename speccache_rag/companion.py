@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from speccache_rag.config import SpecCacheConfig
-from speccache_rag.errors import ConfigurationError
+from speccache_rag.errors import ChunkTooLong, ConfigurationError, EngineClosed
 from speccache_rag.host import EngineHost
 from speccache_rag.layers import LayerRange
 from speccache_rag.library import ChunkLibrary
@@ -18,9 +19,14 @@ from speccache_rag.scoring.speculative import SpeculativeScorer
 from speccache_rag.types import AssembledPrompt, WarmReport
 from speccache_rag.warming import plan_warm, warm_chunks
 
+logger = logging.getLogger(__name__)
+
 
 class MissingKV(Exception):
-    """The speculative model has no KV of a chunk: it was warmed for another policy, or before it was configured."""
+    """The speculative model has no KV of a chunk, or no room for the prompt.
+
+    The chunk was warmed for another policy, before the model was configured, or is too long for it.
+    """
 
 
 class ScoringModels:
@@ -31,6 +37,7 @@ class ScoringModels:
         self._config = config
         self._lock = threading.Lock()
         self._companion: tuple[EngineHost, ChunkLibrary] | None = None
+        self._closed = False
 
     def scorer(self, layers: LayerRange) -> SpeculativeScorer:
         """The speculative model as a scorer of importance.
@@ -61,6 +68,8 @@ class ScoringModels:
         host, library = self._speculative()
         matches = library.match(prompt.text)
         own = host.tokenizer.assemble(prompt.text, matches)
+        if own.n_tokens > host.engine.facts.max_model_len:
+            raise MissingKV
         keys = [match.chunk.key for match in matches]
         known = {match.chunk.text for match in matches}
         if any(placement.chunk.text not in known for placement in prompt.placements) or not all(
@@ -72,14 +81,18 @@ class ScoringModels:
         return align_scores(own.offsets, attention, prompt.offsets)
 
     def warm(self, texts: Sequence[str], advance: Callable[[], None]) -> WarmReport:
-        """Capture the texts' KV in the speculative model, under keys of its own in the same store."""
+        """Capture the texts' KV in the speculative model, under keys of its own in the same store.
+
+        A text that its context is too short for is left out: prompts that hold it are scored online.
+        """
         host, library = self._speculative()
-        chunks, _ = plan_warm(library, texts)
+        chunks, _ = plan_warm(library, _fitting(library, texts))
         return host.loop.run(warm_chunks(host.engine, library, None, chunks, advance))
 
     def close(self) -> None:
         """Give up the speculative model's engine. Idempotent."""
         with self._lock:
+            self._closed = True
             companion, self._companion = self._companion, None
         if companion is not None:
             companion[0].release()
@@ -88,6 +101,8 @@ class ScoringModels:
         if self._config.speculative_model is None:
             raise _no_speculative_model()
         with self._lock:
+            if self._closed:
+                raise EngineClosed("This SpecCache was closed.")
             if self._companion is None:
                 config = SpecCacheConfig.build(
                     model=self._config.speculative_model,
@@ -106,6 +121,18 @@ class ScoringModels:
                     host.release()
                     raise
             return self._companion
+
+
+def _fitting(library: ChunkLibrary, texts: Sequence[str]) -> list[str]:
+    found = []
+    for text in texts:
+        try:
+            library.chunk(text)
+        except ChunkTooLong as error:
+            logger.warning("not warmed for the speculative model: %s", error)
+        else:
+            found.append(text)
+    return found
 
 
 def _no_speculative_model() -> ConfigurationError:

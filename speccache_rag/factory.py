@@ -33,7 +33,10 @@ def build_policy(name: str, options: Mapping[str, Any] | None = None) -> Selecti
         )
     options = options or {}
     _refuse_unknown(f"policy {name!r}", options, [field.name for field in dataclasses.fields(policy_class)])
-    return policy_class(**options)
+    try:
+        return policy_class(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"Policy {name!r} cannot be made: {error}.", hint="") from error
 
 
 def build_store(options: Mapping[str, Any]) -> ChunkStore:

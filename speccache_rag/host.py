@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import threading
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from speccache_rag.prompt.assembly import PromptTokenizer
 from speccache_rag.scoring.speculative import SpeculativeScorer
 from speccache_rag.store.base import Namespace
 from speccache_rag.store.catalogue import Catalogue
+
+logger = logging.getLogger(__name__)
 
 ENGINE_OPTIONS = ("engine", "model", "engine_options", "store", "ram_bytes")
 """The options that make two configurations need two engines."""
@@ -178,7 +181,10 @@ class EngineHost:
             hosts = list(cls._hosts.values())
             cls._hosts.clear()
         for host in hosts:
-            host._stop()
+            try:
+                host._stop()
+            except Exception:  # at the end of the process: the others must still be stopped
+                logger.exception("the engine of %s did not stop", host._config.model)
 
 
 async def _close(engine: Engine) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from speccache_rag.errors import PromptError, StoreError
 from speccache_rag.library import ChunkLibrary
 from speccache_rag.types import ChunkKey
-from speccache_rag.warming import refuse_one_text
+from speccache_rag.warming import only_texts
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +22,17 @@ class PrefetchQueue:
         self._lock = threading.Lock()
         self._learning = threading.Lock()
 
-    def put(self, texts: Iterable[str]) -> None:
-        """Keep the texts; the same text twice waits once.
+    def put(self, texts: Iterable[str]) -> bool:
+        """Keep the texts; the same text twice waits once. Whether none waited before.
 
         Raises:
-            PromptError: one text was given instead of several.
+            PromptError: one text was given instead of several, or something that is no text.
         """
-        refuse_one_text(texts)
-        new = dict.fromkeys(texts)  # the caller's own iterator runs outside the lock
+        new = dict.fromkeys(only_texts(texts))  # the caller's own iterator runs outside the lock
         with self._lock:
+            first = not self._texts
             self._texts |= new
+        return first
 
     def learn(self, library: ChunkLibrary) -> list[ChunkKey]:
         """Make the waiting texts known chunks; returns their keys. Waits for a call that is at it already.

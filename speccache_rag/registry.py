@@ -40,7 +40,7 @@ class Registry:
         if ":" in name:
             try:
                 return _at(name)
-            except (ImportError, AttributeError, ValueError) as error:
+            except Exception as error:  # whatever the user's module does when it is imported
                 raise ConfigurationError(
                     f"{self.kind.capitalize()} {name!r} cannot be imported: {error}.", hint="Write module:attribute."
                 ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -79,7 +80,7 @@ class SpecCache:
     @classmethod
     def shared(cls, config: SpecCacheConfig) -> SpecCache:
         """One object per process and configuration, for frameworks that copy and re-create their LLM objects."""
-        key = config.model_dump_json()
+        key = json.dumps(config.model_dump(), sort_keys=True, default=str)
         with cls._shared_lock:
             found = cls._shared.get(key)
             if found is None or found.closed:
@@ -162,10 +163,10 @@ class SpecCache:
         passed over. Before the engine runs, texts are kept for its start.
 
         Raises:
-            PromptError: one text was given instead of several.
+            PromptError: one text was given instead of several, or something that is no text.
         """
-        self._prefetches.put(texts)
-        if self._open().running:
+        # Where texts wait already, a thread is about to take them all.
+        if self._prefetches.put(texts) and self._open().running:
             threading.Thread(target=self._prefetch_now, name="speccache-prefetch", daemon=True).start()
 
     # Generate.
@@ -383,6 +384,9 @@ class SpecCache:
         try:
             host = self._open()
             await warm_chunks(host.engine, self._library, None, [chunk])
+        except EngineClosed:
+            failed = True
+            logger.debug("closed while chunk %s was captured again", chunk.key[:12])
         except SpecCacheError as error:
             failed = True
             logger.warning("chunk %s could not be captured again: %s", chunk.key[:12], error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from speccache_rag.engines.base import CaptureRequest, Engine
@@ -25,26 +25,27 @@ def plan_warm(library: ChunkLibrary, texts: Iterable[str]) -> tuple[list[Chunk],
     Raises:
         EmptyChunk, ChunkTooLong, PromptError: a text cannot be a chunk; the message says which.
     """
-    refuse_one_text(texts)
     chunks: dict[str, Chunk] = {}
     n_texts = 0
-    for text in texts:
-        if not isinstance(text, str):
-            raise PromptError(f"A chunk is {text!r}, which is no text.")
+    for text in only_texts(texts):
         chunk = library.chunk(text)
         chunks.setdefault(chunk.key, chunk)
         n_texts += 1
     return list(chunks.values()), n_texts
 
 
-def refuse_one_text(texts: Iterable[str]) -> None:
-    """A text is an iterable of texts to Python, each a character long; nobody means that.
+def only_texts(texts: Iterable[str]) -> Iterator[str]:
+    """The texts one by one.
 
     Raises:
-        PromptError: `texts` is one text.
+        PromptError: one of them is no text; or all are one text, which to Python is many, a character long each.
     """
     if isinstance(texts, str):
         raise PromptError(f"Chunk texts were given as one text, {texts[:40]!r}...", hint="Pass a list of texts.")
+    for text in texts:
+        if not isinstance(text, str):
+            raise PromptError(f"A chunk is {text!r}, which is no text.")
+        yield text
 
 
 async def warm_chunks(

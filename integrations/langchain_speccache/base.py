@@ -123,7 +123,7 @@ class SpecCacheModel(BaseModel):
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
             **self.model_kwargs,
-            **({"stop": ends} if ends else {}),
+            **({"stop": ends} if ends is not None else {}),
             **given,
         }
 

@@ -62,8 +62,9 @@ def _texts(message: BaseMessage) -> list[str]:
     texts = []
     for part in message.content:
         kind = "text" if isinstance(part, str) else part.get("type")
-        if kind == "text":
-            texts.append(part if isinstance(part, str) else part["text"])
+        text = part if isinstance(part, str) else part.get("text")
+        if kind == "text" and isinstance(text, str):
+            texts.append(text)
         elif kind not in CALLS:
             raise PromptError(
                 f"A {message.type} message holds a block of type {kind!r}; SpecCache models read text only.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ Turn = dict[str, str]
 CONTEXT_MARK = "\u2063context\u2063"
 """Stands for retrieved context while a prompt is rendered; no prompt holds it."""
 
-_REFUSALS = (TemplateError, TypeError, ValueError)
+_REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
 """What a template raises about messages it does not take."""
 
 
@@ -30,13 +31,14 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._shows = lru_cache(maxsize=1024)(self._try)
+        self._lost = lru_cache(maxsize=1024)(self._try)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt string of a chat, up to where the answer begins.
 
         Raises:
-            PromptError: the tokenizer has no chat template, or its template refuses these messages.
+            PromptError: the tokenizer has no chat template, its template refuses these messages, or one of them holds
+                something other than text.
         """
         if not self._tokenizer.chat_template:
             raise PromptError(
@@ -45,7 +47,7 @@ class ChatTemplate:
                 "instruction-tuned model.",
             )
         try:
-            return self._apply(self.fit([dict(message) for message in messages]))
+            return self._apply(self.fit([_with_text(message) for message in messages]))
         except _REFUSALS as error:
             raise PromptError(
                 f"The chat template refuses these messages: {error}.",
@@ -56,27 +58,40 @@ class ChatTemplate:
         """The same texts in turns that the template shows word for word, changed as little as that takes.
 
         In this order: tool results become user turns; neighbours of one role become one turn; system turns become
-        user turns. What no change makes fit is returned all the same: the template's own error says best what is
-        wrong. Turns that hold more than a role and a text were written for this very template, and stay as they are.
+        user turns. Turns with tool calls were written for this very template, and stay as they are. What a template
+        refuses whatever is changed is returned all the same: its own error says best what is wrong.
+
+        Raises:
+            PromptError: the template leaves a text out without a word.
         """
         fitted = list(turns)
         if not all(map(_is_plain, turns)):
             return fitted
+        lost = self._lost_of(fitted)
         for change in (_tools_as_user, _merged, _system_as_user):
-            # The template is part of the question, for it may be replaced on a live tokenizer.
-            if self._shows(str(self._tokenizer.chat_template), tuple(turn["role"] for turn in fitted)):
-                break
+            if not lost and lost is not None:
+                return fitted
             fitted = change(fitted)
+            lost = self._lost_of(fitted)
+        if lost:
+            raise PromptError(
+                f"The chat template leaves out what these roles say: {', '.join(sorted(set(lost)))}.",
+                hint="Use system, user, assistant and tool.",
+            )
         return fitted
 
-    def _try(self, template: str, roles: tuple[str, ...]) -> bool:
-        """Whether the template renders turns of these roles, and every text in them as it is."""
+    def _lost_of(self, turns: Sequence[Turn]) -> tuple[str, ...] | None:
+        # The template is part of the question, for it may be replaced on a live tokenizer.
+        return self._lost(str(self._tokenizer.chat_template), tuple(turn["role"] for turn in turns))
+
+    def _try(self, template: str, roles: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Roles whose text is not shown as it is; None where the template refuses these roles or their order."""
         marks = [f'<{index}"\n{index}>' for index, _ in enumerate(roles)]  # JSON would escape the quote and line end
         try:
             shown = self._apply([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
         except _REFUSALS:
-            return False
-        return all(mark in shown for mark in marks)
+            return None
+        return tuple(role for role, mark in zip(roles, marks, strict=True) if mark not in shown)
 
     def _apply(self, turns: list[Turn]) -> str:
         return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
@@ -88,8 +103,23 @@ def text_before(rendered: str, mark: str) -> str | None:
     return before if found else None
 
 
+def _with_text(message: Mapping[str, Any]) -> Turn:
+    """A message whose content is text: of a list of text parts, as OpenAI's clients send them, their lines."""
+    parts = message.get("content")
+    if not isinstance(parts, Sequence) or isinstance(parts, str):
+        return dict(message)
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise PromptError(
+            f"A {message.get('role')} message holds something other than text: {str(parts)[:80]}.",
+            hint="Drop it, or turn it into text first.",
+        )
+    return {**message, "content": "\n".join(texts)}
+
+
 def _is_plain(turn: Turn) -> bool:
-    return turn.keys() == {"role", "content"} and all(isinstance(value, str) for value in turn.values())
+    texts = isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    return texts and not turn.get("tool_calls")
 
 
 def _tools_as_user(turns: Sequence[Turn]) -> list[Turn]:

@@ -75,7 +75,7 @@ class SelectionPolicy(ABC):
         """`choose` under K = ceil(recompute_ratio * N), N the chunk tokens; sorted and unique.
 
         Raises:
-            ConfigurationError: the ratio is outside [0, 1].
+            ConfigurationError: the ratio is outside [0, 1], or the policy chose something else than chunk tokens.
         """
         if not 0.0 <= recompute_ratio <= 1.0:
             raise ConfigurationError(
@@ -83,7 +83,13 @@ class SelectionPolicy(ABC):
                 hint="0 reuses every chunk token, 1 recomputes all of them.",
             )
         n = prompt.n_chunk_tokens
-        chosen = self.choose(prompt, budget(recompute_ratio, n), probe) if n else np.empty(0, dtype=np.int64)
+        chosen = np.asarray(self.choose(prompt, budget(recompute_ratio, n), probe) if n else [])
+        # A mask would be read as positions 0 and 1, and a position outside chunks would count as a chunk token.
+        if chosen.size and (chosen.dtype.kind not in "iu" or not np.isin(chosen, prompt.chunk_positions()).all()):
+            raise ConfigurationError(
+                f"{type(self).__name__}.choose gave {chosen!r}, which are not positions of chunk tokens.",
+                hint="Return integers out of prompt.chunk_positions().",
+            )
         return Selection(np.unique(chosen).astype(np.int64), recompute_ratio, n)
 
 

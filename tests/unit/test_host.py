@@ -391,6 +391,33 @@ def test_one_text_is_refused_before_its_letters_become_chunks(maker: Maker, conf
         sc.prefetch(A)
 
 
+@pytest.mark.parametrize("bad", [None, b"bytes", ["a list"]])
+def test_what_is_no_text_is_refused_at_once_and_nothing_waits(maker: Maker, config: SpecCacheConfig, bad: Any) -> None:
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        with pytest.raises(PromptError, match="which is no text"):
+            sc.prefetch([A, bad])
+        assert sc.generate(f"{A} Which mill is that?").report.chunks_matched == 0
+
+
+def test_one_engine_that_does_not_stop_keeps_no_other_from_it(
+    maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (EngineHost.acquire(changed(config, ram_bytes=size)) for size in (1, 2))
+    for host in (first, second):
+        assert host.engine
+    stop = EngineHost._stop
+
+    def stuck(host: EngineHost) -> None:
+        stop(host)
+        if host is first:
+            raise RuntimeError("stuck")
+
+    monkeypatch.setattr(EngineHost, "_stop", stuck)
+    EngineHost._stop_all()
+    assert all(engine.closed for engine in maker.made)
+    assert "did not stop" in caplog.text
+
+
 def test_a_broken_catalogue_costs_the_head_start_and_no_request(
     maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -422,6 +449,19 @@ def test_a_prompt_waits_for_a_prefetch_that_is_going_on(
             answer = pool.submit(sc.generate, f"{A} Which mill is that?")
             go.set()
             assert answer.result().report.chunks_matched == 1
+
+
+# The speculative model.
+
+
+def test_a_closed_object_starts_no_speculative_engine(maker: Maker, config: SpecCacheConfig) -> None:
+    sc = SpecCache.from_config(changed(config, policy="attended", speculative_model=config.model))
+    sc.start()
+    models = sc._models
+    sc.close()
+    with pytest.raises(EngineClosed):
+        models.warm([A], lambda: None)
+    assert len(maker.made) == 1
 
 
 # Copies.

@@ -228,7 +228,7 @@ def test_stop_is_taken_at_construction_in_bind_and_in_a_call(runtime: FakeRuntim
     llm.bind(stop=["FIN"]).invoke("Why?")
     llm.bind(stop=["FIN"]).invoke("Why?", stop=["."])
     llm.invoke("Why?", stop=[])
-    assert [params.get("stop") for _, params in runtime.calls] == [["END"], ["END"], ["FIN"], ["."], None]
+    assert [params.get("stop") for _, params in runtime.calls] == [["END"], ["END"], ["FIN"], ["."], []]
 
 
 @pytest.mark.parametrize("call", ["invoke", "stream", "ainvoke", "astream"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from speccache_rag.errors import ConfigurationError
-from speccache_rag.selection.base import budget
+from speccache_rag.selection.base import SelectionPolicy, budget
 from speccache_rag.selection.baselines import FullRecompute, FullReuse, RandomSelection
 from speccache_rag.selection.speccache import SpecCachePolicy
 from speccache_rag.types import AssembledPrompt
@@ -140,3 +140,22 @@ def test_ratio_outside_its_limits(ratio: float) -> None:
 )
 def test_budget(ratio: float, n: int, k: int) -> None:
     assert budget(ratio, n) == k
+
+
+@pytest.mark.parametrize("chosen", [None, [0], [10**6], [-1], [0.5]], ids=str)
+def test_a_policy_that_chooses_no_chunk_tokens_is_told_so(chosen: Any) -> None:
+    class Wrong(SelectionPolicy):
+        def choose(self, *_: Any) -> Any:
+            return chosen if chosen is None else np.array(chosen)
+
+    with pytest.raises(ConfigurationError, match="Wrong.choose gave .* not positions of chunk tokens"):
+        Wrong().select(scored([6], [0.0] * 6)[0], 0.5, UnaskedProbe())
+
+
+def test_a_mask_is_no_selection() -> None:
+    class Mask(SelectionPolicy):
+        def choose(self, prompt: AssembledPrompt, *_: Any) -> np.ndarray:
+            return np.ones(prompt.n_chunk_tokens, dtype=bool)
+
+    with pytest.raises(ConfigurationError, match="Mask.choose gave"):
+        Mask().select(scored([6], [0.0] * 6)[0], 0.5, UnaskedProbe())

@@ -58,7 +58,7 @@ def test_an_import_path_needs_no_name() -> None:
     assert POLICIES.load("speccache_rag.selection.speccache:SpecCachePolicy") is SpecCachePolicy
 
 
-@pytest.mark.parametrize("path", ["no_such_module:Thing", "collections:NoSuchThing", ":Thing", "collections:"])
+@pytest.mark.parametrize("path", ["no_such_module:Thing", "collections:NoSuchThing", ":Thing", "collections:", "..x:y"])
 def test_a_wrong_import_path_says_what_is_wrong(path: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"Policy '{path}' cannot be imported: .*Write module:attribute"):
         POLICIES.load(path)

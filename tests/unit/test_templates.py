@@ -113,7 +113,7 @@ def test_a_template_is_tried_once_for_the_same_roles(
     template = ChatTemplate(base)
     for n in range(5):
         template.render([SYSTEM, {"role": "user", "content": f"Who {n}?"}])
-    assert len(calls) == 1 + 5  # the roles as they are, and each prompt
+    assert len(calls) == 2 + 5  # the roles as they are and as they are changed, and each prompt
     base.chat_template = CHATML
     assert template.fit([SYSTEM, ASKED]) == [SYSTEM, ASKED]  # another template is tried again
 
@@ -129,3 +129,35 @@ def test_text_before_a_mark() -> None:
     assert text_before("Read <here> and <here>", "<here>") == "Read "
     assert text_before("<here>", "<here>") == ""
     assert text_before("Read", "<here>") is None
+
+
+@pytest.mark.parametrize("role", ["developer", "function", "critic"])
+def test_a_role_that_a_template_leaves_out_is_an_error_and_no_lost_text(
+    base: PreTrainedTokenizerFast, role: str
+) -> None:
+    with pytest.raises(PromptError, match=rf"leaves out what these roles say: {role}\."):
+        fitted(base, SILENT, [SYSTEM, {"role": role, "content": "Important."}, ASKED])
+
+
+def test_further_keys_do_not_keep_a_tool_result_from_the_model(base: PreTrainedTokenizerFast) -> None:
+    turns = [ASKED, {**RESULT, "tool_call_id": "1"}]
+    assert RESULT_AS_USER["content"] in fitted(base, SILENT, turns)[-1]["content"]
+
+
+def test_a_template_that_breaks_is_a_refusal(base: PreTrainedTokenizerFast) -> None:
+    base.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(PromptError, match="refuses these messages"):
+        ChatTemplate(base).render([ASKED])
+
+
+def test_a_list_of_texts_is_their_lines(base: PreTrainedTokenizerFast) -> None:
+    base.chat_template = CHATML
+    parts: Any = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    assert "user\nOne.\nTwo.<|im_end|>" in ChatTemplate(base).render([{"role": "user", "content": parts}])
+
+
+def test_what_is_no_text_is_refused(base: PreTrainedTokenizerFast) -> None:
+    base.chat_template = CHATML
+    parts: Any = [{"type": "image_url", "image_url": {"url": "x.png"}}]
+    with pytest.raises(PromptError, match="user message holds something other than text"):
+        ChatTemplate(base).render([{"role": "user", "content": parts}])

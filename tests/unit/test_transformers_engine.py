@@ -91,6 +91,23 @@ def text_of(deltas: list[EngineDelta]) -> str:
     return "".join(d.text for d in deltas)
 
 
+# The process.
+
+
+def test_a_program_that_never_closes_ends_cleanly(tiny_folder: Path, tmp_path: Path) -> None:
+    script = f"""
+        from speccache_rag import SpecCache
+        sc = SpecCache(model={str(tiny_folder)!r}, speculative_model={str(tiny_folder)!r}, policy="attended",
+                       engine="transformers", store={str(tmp_path)!r}, engine_options={OPTIONS!r})
+        sc.warm(["The mill of Arden was built in 1892 by masons from the north."], show_progress=False)
+        sc.generate("Who?", max_tokens=1)
+        print("asked")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
 # Without vLLM.
 
 

@@ -164,7 +164,10 @@ class TransformersEngine:
         self._closed = True
         self._target = None
         # On the engine's thread, behind the step that may be using it; nobody waits for that.
-        self._thread.submit(self._store.close)
+        try:
+            self._thread.submit(self._store.close)
+        except RuntimeError:  # at the interpreter's end, which joins such threads before it calls anybody
+            self._store.close()
         self._thread.shutdown(wait=False)
 
     # Inside.

@@ -39,7 +39,7 @@ class SamplingOptions(BaseModel):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1, description="0 and -1: all tokens.")
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Annotated[tuple[StopString, ...], BeforeValidator(_as_tuple)] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -105,11 +105,13 @@ def text_before(rendered: str, mark: str) -> str | None:
 
 def _with_text(message: Mapping[str, Any]) -> Turn:
     """A message whose content is text: of a list of text parts, as OpenAI's clients send them, their lines."""
+    message = dict(message)  # TypeError and ValueError of what is no message are the caller's to tell
     parts = message.get("content")
     if not isinstance(parts, Sequence) or isinstance(parts, str):
-        return dict(message)
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+        return message
+    found = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) < len(found):
         raise PromptError(
             f"A {message.get('role')} message holds something other than text: {str(parts)[:80]}.",
             hint="Drop it, or turn it into text first.",

@@ -14,7 +14,7 @@ LOWEST := import sys, tomllib; from packaging.requirements import Requirement; (
 demo: $(READY) $(TARGET)/config.json $(SMALL)/config.json
 	$(BIN)/speccache demo --target $(TARGET) --speculative $(SMALL) $(ARGS)
 
-test: $(READY) $(SMALL)/config.json
+test: $(READY) $(TARGET)/config.json $(SMALL)/config.json
 	$(BIN)/python -m pytest $(ARGS)
 
 # The integrations again, on the lowest version of their framework that pyproject.toml allows. Each alone: what else is

@@ -29,6 +29,7 @@ from speccache_rag.host import EngineHost
 from speccache_rag.library import ChunkLibrary
 from speccache_rag.prefetching import PrefetchQueue
 from speccache_rag.preparation import PreparedRequest, Prompt, prepare
+from speccache_rag.recapture import Recaptures
 from speccache_rag.types import Chunk, ChunkKey, Completion, Delta, Explanation, Usage, WarmReport
 from speccache_rag.warming import plan_warm, warm_chunks
 
@@ -65,8 +66,7 @@ class SpecCache:
         self._models = ScoringModels(host, self.config)
         self._counters = Counters()
         self._prefetches = PrefetchQueue()
-        self._recapturing: set[ChunkKey] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
+        self._recaptures = Recaptures(self._capture, self._counters)
         self._lock = threading.Lock()
 
     @classmethod
@@ -361,39 +361,13 @@ class SpecCache:
                     self._counters.add_report(report)
                     usage = Usage(report.prompt_tokens, n_new, report.cached_tokens + report.loaded_tokens)
                     completion = Completion(text, report, usage, piece.finish_reason, logprobs or None)
-                    self._recapture(prepared, report.missed_keys)
+                    placed = {p.chunk.key: p.chunk for p in prepared.prompt.placements}
+                    self._recaptures.begin(chunk for key, chunk in placed.items() if key in report.missed_keys)
                 if piece.text or completion is not None:
                     yield Delta(piece.text, completion)
 
-    def _recapture(self, prepared: PreparedRequest, missed_keys: Sequence[str]) -> None:
-        """Capture missed chunks again, each alone behind the anchor, while nobody waits.
-
-        KV recomputed in this prompt's context is not the chunk's own, so it cannot be kept instead.
-        """
-        for chunk in {p.chunk.key: p.chunk for p in prepared.prompt.placements if p.chunk.key in missed_keys}.values():
-            with self._lock:
-                if chunk.key in self._recapturing:
-                    continue
-                self._recapturing.add(chunk.key)
-            task = asyncio.get_running_loop().create_task(self._recapture_one(chunk))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _recapture_one(self, chunk: Chunk) -> None:
-        failed = False
-        try:
-            host = self._open()
-            await warm_chunks(host.engine, self._library, None, [chunk])
-        except EngineClosed:
-            failed = True
-            logger.debug("closed while chunk %s was captured again", chunk.key[:12])
-        except SpecCacheError as error:
-            failed = True
-            logger.warning("chunk %s could not be captured again: %s", chunk.key[:12], error)
-        finally:
-            self._counters.add_recapture(failed=failed)
-            with self._lock:
-                self._recapturing.discard(chunk.key)
+    async def _capture(self, chunk: Chunk) -> None:
+        await warm_chunks(self._open().engine, self._library, None, [chunk])
 
 
 def _last(deltas: Sequence[Delta]) -> Completion:

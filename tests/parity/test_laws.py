@@ -110,7 +110,7 @@ def test_a_chunk_lost_after_the_request_was_planned_is_a_hole_not_an_error(engin
     assert answer.report.missed_keys == (key,)
     assert answer.report.chunks_reused == 2
     assert answer.report.loaded_tokens + answer.report.missed_tokens == answer.report.matched_tokens
-    _wait_until(lambda: not engine_sc._recapturing)
+    _wait_until(lambda: engine_sc._recaptures.idle)
     # The hole is the first chunk: nothing approximate is before it, so its KV is exact in every layer.
     store.delete(key)
     end = request.prompt.placements[0].end

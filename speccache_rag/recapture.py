@@ -1,0 +1,60 @@
+"""Missed chunks, captured again in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+
+from speccache_rag.counters import Counters
+from speccache_rag.errors import EngineClosed, SpecCacheError
+from speccache_rag.types import Chunk, ChunkKey
+
+logger = logging.getLogger(__name__)
+
+
+class Recaptures:
+    """Captures each missed chunk alone behind the anchor, once at a time, while nobody waits.
+
+    KV recomputed in a prompt's context is not the chunk's own, so it cannot be kept instead.
+    """
+
+    def __init__(self, capture: Callable[[Chunk], Awaitable[object]], counters: Counters) -> None:
+        self._capture = capture
+        self._counters = counters
+        self._running: set[ChunkKey] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
+        self._lock = threading.Lock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no capture runs."""
+        with self._lock:
+            return not self._running
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Begin those that do not run yet; called on the engine's loop."""
+        for chunk in chunks:
+            with self._lock:
+                if chunk.key in self._running:
+                    continue
+                self._running.add(chunk.key)
+            task = asyncio.get_running_loop().create_task(self._one(chunk))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _one(self, chunk: Chunk) -> None:
+        failed = False
+        try:
+            await self._capture(chunk)
+        except EngineClosed:
+            failed = True
+            logger.debug("closed while chunk %s was captured again", chunk.key[:12])
+        except SpecCacheError as error:
+            failed = True
+            logger.warning("chunk %s could not be captured again: %s", chunk.key[:12], error)
+        finally:
+            self._counters.add_recapture(failed=failed)
+            with self._lock:
+                self._running.discard(chunk.key)

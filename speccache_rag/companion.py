@@ -16,8 +16,8 @@ from speccache_rag.layers import LayerRange
 from speccache_rag.library import ChunkLibrary
 from speccache_rag.prompt.alignment import align_scores
 from speccache_rag.scoring.speculative import SpeculativeScorer
-from speccache_rag.types import AssembledPrompt, WarmReport
-from speccache_rag.warming import plan_warm, warm_chunks
+from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, WarmReport
+from speccache_rag.warming import warm_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ class ScoringModels:
         A text that its context is too short for is left out: prompts that hold it are scored online.
         """
         host, library = self._speculative()
-        chunks, _ = plan_warm(library, _fitting(library, texts))
-        return host.loop.run(warm_chunks(host.engine, library, None, chunks, advance))
+        return host.loop.run(warm_chunks(host.engine, library, None, _fitting(library, texts), advance))
 
     def close(self) -> None:
         """Give up the speculative model's engine. Idempotent."""
@@ -123,16 +122,17 @@ class ScoringModels:
             return self._companion
 
 
-def _fitting(library: ChunkLibrary, texts: Sequence[str]) -> list[str]:
-    found = []
+def _fitting(library: ChunkLibrary, texts: Sequence[str]) -> list[Chunk]:
+    """The distinct chunks of texts that the library of the target has taken already."""
+    chunks: dict[ChunkKey, Chunk] = {}
     for text in texts:
         try:
-            library.chunk(text)
+            chunk = library.chunk(text)
         except ChunkTooLong as error:
             logger.warning("not warmed for the speculative model: %s", error)
         else:
-            found.append(text)
-    return found
+            chunks[chunk.key] = chunk
+    return list(chunks.values())
 
 
 def _no_speculative_model() -> ConfigurationError:

@@ -12,6 +12,7 @@ from typing import Any
 
 from speccache_rag import SpecCache
 from speccache_rag.preparation import Prompt
+from speccache_rag.prompt.templates import ChatTemplate
 from speccache_rag.types import Completion, Delta, PrefillReport, WarmReport
 
 
@@ -49,14 +50,10 @@ class ScriptedRuntime:
             yield delta
 
     def _scripted(self, prompt: Prompt, completion: Completion) -> Completion:
-        text = prompt if isinstance(prompt, str) else _render(self.tokenizer, prompt)
+        text = prompt if isinstance(prompt, str) else ChatTemplate(self.tokenizer).render(prompt)
         self.prompts.append(text)
         self.reports.append(completion.report)
         return replace(completion, text=self._reply(text), finish_reason="stop")
-
-
-def _render(tokenizer: Any, messages: Any) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
 def _in_order(replies: Iterable[str]) -> Callable[[str], str]:

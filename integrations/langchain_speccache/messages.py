@@ -17,9 +17,7 @@ from langchain_core.messages import (
 )
 
 from speccache_rag.errors import PromptError
-
-Turn = dict[str, str]
-"""{"role": ..., "content": ...}, what chat templates read."""
+from speccache_rag.prompt.templates import Turn
 
 CALLS = ("tool_call", "tool_use", "function_call", "invalid_tool_call")
 """Content that repeats a message's `tool_calls`."""

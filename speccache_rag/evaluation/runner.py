@@ -19,6 +19,7 @@ from speccache_rag.evaluation.datasets import INSTRUCTION, Example, chat
 from speccache_rag.evaluation.divergence import divergence
 from speccache_rag.evaluation.metrics import best_f1
 from speccache_rag.preparation import PreparedRequest
+from speccache_rag.prompt.templates import CONTEXT_MARK, ChatTemplate, text_before
 from speccache_rag.runtime import SpecCache
 
 FULL = "full_recompute"
@@ -153,11 +154,9 @@ def _options(config: SpecCacheConfig, one: Contestant) -> dict[str, Any]:
 
 def _anchor(config: SpecCacheConfig) -> str:
     """What every prompt begins with, up to the first chunk: a chunk captured behind it sees what it will see."""
-    mark = "speccache-passages"
     with SpecCache.from_config(config) as sc:
-        tokenizer = sc.tokenizer
-    rendered = tokenizer.apply_chat_template(chat(INSTRUCTION + mark), tokenize=False, add_generation_prompt=True)
-    return str(rendered).partition(mark)[0]
+        rendered = ChatTemplate(sc.tokenizer).render(chat(INSTRUCTION + CONTEXT_MARK))
+    return text_before(rendered, CONTEXT_MARK) or ""
 
 
 def _follow(sc: SpecCache, prepared: PreparedRequest, full: Followed | None) -> Followed:

@@ -40,11 +40,11 @@ class TieredStore(ChunkStore):
         ahead_s = self._await_prefetch(key)
         ram_key = self._ram_key(key)
         kv = self._ram.get(ram_key) if ram_key is not None else None
-        with self._lock:
-            self._hidden_s += ahead_s if kv is not None else 0.0
+        hidden_s = ahead_s if kv is not None else 0.0
         if kv is None and ram_key is not None:
             kv = self._read(key, ram_key)
         with self._lock:
+            self._hidden_s += hidden_s
             self._hits += kv is not None
             self._misses += kv is None
         return kv

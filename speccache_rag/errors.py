@@ -22,6 +22,8 @@ A miss in the store is no error: it is a value (see `speccache_rag.store.base`).
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 
 class SpecCacheError(Exception):
     """Root of the tree. `hint` says what to do about it."""
@@ -129,3 +131,15 @@ class EngineClosed(EngineError):
     """The engine was closed."""
 
     hint = "Create a new SpecCache."
+
+
+def refuse_unknown(owner: str, options: Collection[str], known: Sequence[str]) -> None:
+    """Refuse option names that `owner` does not have.
+
+    Raises:
+        ConfigurationError: the message names the unknown ones and those there are.
+    """
+    if unknown := sorted(set(options) - set(known)):
+        raise ConfigurationError(
+            f"Unknown options of {owner}: {', '.join(unknown)}.", hint=f"Known: {', '.join(known) or 'none'}."
+        )

@@ -18,20 +18,20 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from speccache_rag.companion import ScoringModels
+from speccache_rag.chunks.library import ChunkLibrary
+from speccache_rag.chunks.prefetch_queue import PrefetchQueue
+from speccache_rag.chunks.recapture import Recaptures
+from speccache_rag.chunks.warming import plan_warm, warm_chunks
 from speccache_rag.config import Scoring, SpecCacheConfig
-from speccache_rag.counters import Counters
-from speccache_rag.doctor import Check, examine
 from speccache_rag.errors import ConfigurationError, EngineClosed, SpecCacheError
-from speccache_rag.explanation import explain_request
-from speccache_rag.factory import build_policy
-from speccache_rag.host import EngineHost
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.prefetching import PrefetchQueue
-from speccache_rag.preparation import PreparedRequest, Prompt, prepare
-from speccache_rag.recapture import Recaptures
+from speccache_rag.hosting.doctor import Check, examine
+from speccache_rag.hosting.engine_host import EngineHost
+from speccache_rag.plan.explanation import explain_request
+from speccache_rag.plan.planner import PreparedRequest, Prompt, prepare
+from speccache_rag.plan.scoring_models import ScoringModels
+from speccache_rag.plan.totals import Counters
+from speccache_rag.selection.factory import build_policy
 from speccache_rag.types import Chunk, ChunkKey, Completion, Delta, Explanation, Usage, WarmReport
-from speccache_rag.warming import plan_warm, warm_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class SpecCache:
         self._models = ScoringModels(host, self.config)
         self._counters = Counters()
         self._prefetches = PrefetchQueue()
-        self._recaptures = Recaptures(self._capture, self._counters)
+        self._recaptures = Recaptures(self._capture, self._counters.add_recapture)
         self._lock = threading.Lock()
 
     @classmethod

@@ -15,7 +15,7 @@ from langchain_core.outputs import GenerationChunk, LLMResult
 
 from langchain_speccache.base import SpecCacheModel
 from langchain_speccache.responses import PROVIDER
-from speccache_rag.warming import all_or_stop
+from speccache_rag.chunks.warming import all_or_stop
 
 MOST_THREADS = 32
 """Threads of one `batch`. They only wait: the engine batches what they ask."""

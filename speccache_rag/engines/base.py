@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from speccache_rag.fingerprint import model_fingerprint
-from speccache_rag.layers import LayerRange
+from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, Selection
 
 

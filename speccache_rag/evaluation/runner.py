@@ -18,7 +18,7 @@ from speccache_rag.errors import ConfigurationError
 from speccache_rag.evaluation.datasets import INSTRUCTION, Example, chat
 from speccache_rag.evaluation.divergence import divergence
 from speccache_rag.evaluation.metrics import best_f1
-from speccache_rag.preparation import PreparedRequest
+from speccache_rag.plan.planner import PreparedRequest
 from speccache_rag.prompt.templates import CONTEXT_MARK, ChatTemplate, text_before
 from speccache_rag.runtime import SpecCache
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from speccache_rag.errors import ConfigurationError
-from speccache_rag.layers import LayerRange, counted_layers
+from speccache_rag.scoring.layers import LayerRange, counted_layers
 from speccache_rag.selection.base import Probe, SelectionPolicy, chunk_scores, top_k
 from speccache_rag.types import AssembledPrompt
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speccache_rag.errors import ConfigurationError
-from speccache_rag.layers import LayerRange, counted_layers
+from speccache_rag.scoring.layers import LayerRange, counted_layers
 from speccache_rag.selection import spans
 from speccache_rag.selection.base import Probe, SelectionPolicy, check_number, chunk_scores
 from speccache_rag.types import AssembledPrompt

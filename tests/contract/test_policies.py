@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from speccache_rag.factory import build_policy
 from speccache_rag.selection import POLICIES
+from speccache_rag.selection.factory import build_policy
 from tests.contract.policy_contract import PolicyContract
 
 

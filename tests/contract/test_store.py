@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from speccache_rag.chunks.catalogue import Catalogue
 from speccache_rag.errors import StoreUnavailable
-from speccache_rag.store import Catalogue, ChunkStore, DiskStore, MemoryStore, TieredStore, tiered
+from speccache_rag.store import tiered
+from speccache_rag.store.base import ChunkStore
+from speccache_rag.store.disk import DiskStore
+from speccache_rag.store.memory import MemoryStore
+from speccache_rag.store.tiered import TieredStore
 from speccache_rag.types import ChunkKey
 from tests.conftest import ROOT
 from tests.contract.store_contract import NAMESPACE, StoreContract, assert_same, key_of, make_kv
@@ -213,7 +218,8 @@ def test_a_read_only_folder_is_refused_at_once(read_only_folder: Path) -> None:
 KILLED_WRITERS = """
 import os, signal, sys, time
 import numpy as np
-from speccache_rag.store import Catalogue, DiskStore
+from speccache_rag.chunks.catalogue import Catalogue
+from speccache_rag.store.disk import DiskStore
 from speccache_rag.types import Chunk
 from tests.contract.store_contract import NAMESPACE, key_of, make_kv
 

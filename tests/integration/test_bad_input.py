@@ -297,7 +297,7 @@ def test_multi_head_latent_attention_is_refused(tmp_path: Path) -> None:
 
 
 def test_unsupported_vllm_version(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from speccache_rag.engines.vllm import versions
+    from speccache_rag.engines.vllm.frontend import versions
 
     monkeypatch.setattr(versions, "version", lambda name: "0.31.2")
     fails_to_start(UnsupportedVersion, "0.31.2", "0.32.0", "pip install", model=str(tiny_folder))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speccache_rag import SpecCache
-from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.store.disk import DiskStore
 from tests.parity.engines import CHUNKS
 

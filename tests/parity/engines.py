@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from speccache_rag import SpecCache
-from speccache_rag.preparation import PreparedRequest
+from speccache_rag.plan.planner import PreparedRequest
 from speccache_rag.types import AssembledPrompt, ChunkKV, Completion, Selection
 
 # Every tolerance of the laws, in one place. float32 throughout; the engine sums in another order than its own plain

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from speccache_rag import SpecCache
-from speccache_rag.factory import build_store
+from speccache_rag.store.factory import build_store
 from tests.parity.engines import (
     CHUNKS,
     ENGINES_ATOL,

@@ -9,10 +9,10 @@ from typing import Any
 from vllm.inputs import TokensPrompt
 
 from speccache_rag import SpecCache
-from speccache_rag.engines.vllm.engine import VllmEngine
-from speccache_rag.engines.vllm.options import sampling_params
+from speccache_rag.engines.vllm.frontend.engine import VllmEngine
+from speccache_rag.engines.vllm.frontend.options import sampling_params
 from speccache_rag.engines.vllm.plan import PARAM, CapturePlan, ReusePlan
-from speccache_rag.factory import build_store
+from speccache_rag.store.factory import build_store
 from speccache_rag.types import AssembledPrompt, Chunk, ChunkKV, Selection
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from speccache_rag.chunks.catalogue import Catalogue
+from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.engines.base import (
     CaptureRequest,
     CaptureResult,
@@ -19,10 +21,8 @@ from speccache_rag.engines.base import (
     ReuseOutcome,
 )
 from speccache_rag.errors import EngineClosed
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.prompt.assembly import PromptTokenizer
+from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.store.base import Namespace
-from speccache_rag.store.catalogue import Catalogue
 from speccache_rag.types import ChunkKey, Offsets
 
 MAX_MODEL_LEN = 512

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speccache_rag.prompt.alignment import align_scores
-from speccache_rag.prompt.assembly import PromptTokenizer
+from speccache_rag.prompt.tokenizer import PromptTokenizer
+from speccache_rag.scoring.alignment import align_scores
 from tests.conftest import ROOT
 
 MODELS = ("SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct")

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from speccache_rag.chunks.index import ChunkIndex
 from speccache_rag.errors import ConfigurationError, EmptyChunk, PromptError
-from speccache_rag.prompt.assembly import PromptTokenizer
-from speccache_rag.prompt.matching import ChunkIndex
+from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.types import Chunk, ChunkKey, ChunkMatch
 from tests.conftest import ROOT
 from tests.tiny import tiny_tokenizer

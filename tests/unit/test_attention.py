@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speccache_rag.engines.attention import attention_on_keys
+from speccache_rag.engines.reuse.attention import attention_on_keys
 
 
 @pytest.mark.parametrize("soft_cap", [None, 5.0])

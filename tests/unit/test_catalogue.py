@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from speccache_rag.chunks.catalogue import Catalogue
 from speccache_rag.errors import StoreUnavailable
-from speccache_rag.store.catalogue import Catalogue
 from speccache_rag.types import Chunk, ChunkKey
 from tests.conftest import ROOT
 
@@ -123,7 +123,7 @@ def test_another_connection_sees_the_same(tmp_path: Path) -> None:
 OPENED_AT_ONCE = """
 import os, sys
 import numpy as np
-from speccache_rag.store.catalogue import Catalogue
+from speccache_rag.chunks.catalogue import Catalogue
 
 writers = []
 for name in range(6):

@@ -3,7 +3,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
-from speccache_rag.counters import Counters, Totals
+from speccache_rag.plan.totals import Counters, Totals
 from speccache_rag.types import PrefillReport
 
 REPORT = PrefillReport(

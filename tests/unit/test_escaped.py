@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from speccache_rag.prompt.escaped import EscapedChunks
+from speccache_rag.chunks.escaped import EscapedChunks
 from tests.unit.test_matching import FOX, OWL, make_index
 
 TWO_LINES = f"{FOX}\n\n  {OWL}"
@@ -31,7 +31,7 @@ class Document:
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
     """The warnings so far."""
-    caplog.set_level(logging.WARNING, "speccache_rag.prompt.escaped")
+    caplog.set_level(logging.WARNING, "speccache_rag.chunks.escaped")
     return lambda: list(caplog.records)
 
 

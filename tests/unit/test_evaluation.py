@@ -19,7 +19,7 @@ from speccache_rag.evaluation.divergence import divergence
 from speccache_rag.evaluation.metrics import best_f1, f1
 from speccache_rag.evaluation.report import ResultFile, summarize
 from speccache_rag.evaluation.runner import Contestant, Evaluation, Record, all_contestants, one_policy
-from speccache_rag.host import EngineHost
+from speccache_rag.hosting.engine_host import EngineHost
 
 EXAMPLES = [
     {

@@ -7,9 +7,11 @@ import pytest
 
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError
-from speccache_rag.factory import build_policy, build_scorer, build_store
+from speccache_rag.hosting.engine_host import EngineHost
 from speccache_rag.selection import POLICIES
+from speccache_rag.selection.factory import build_policy
 from speccache_rag.selection.speccache import SpecCachePolicy
+from speccache_rag.store.factory import build_store
 from speccache_rag.store.memory import MemoryStore
 from speccache_rag.store.tiered import TieredStore
 
@@ -79,16 +81,19 @@ class TestStore:
 
 class TestScorer:
     def test_none_without_a_speculative_model(self) -> None:
-        assert build_scorer(SpecCacheConfig.build(model="m")) is None
+        config = SpecCacheConfig.build(model="m", policy="full_reuse")
+        assert EngineHost(config).scorer(config) is None
 
     def test_is_not_loaded_yet(self, tmp_path: Path) -> None:
         # The folder holds no weights: loading would fail.
         folder = model_folder(tmp_path / "small")
-        scorer = build_scorer(SpecCacheConfig.build(model="m", speculative_model=str(folder)))
+        config = SpecCacheConfig.build(model="m", speculative_model=str(folder))
+        scorer = EngineHost(config).scorer(config)
         assert scorer is not None
         assert scorer.model_path == folder
         assert scorer.layers == "last_third"
 
     def test_a_missing_folder(self, tmp_path: Path) -> None:
+        config = SpecCacheConfig.build(model="m", speculative_model=str(tmp_path / "absent"))
         with pytest.raises(ConfigurationError, match="does not exist"):
-            build_scorer(SpecCacheConfig.build(model="m", speculative_model=str(tmp_path / "absent")))
+            EngineHost(config).scorer(config)

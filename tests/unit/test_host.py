@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from speccache_rag import SpecCache
-from speccache_rag import host as host_module
+from speccache_rag.chunks.catalogue import Catalogue
+from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import SpecCacheConfig
-from speccache_rag.doctor import examine
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError, PromptError, StoreUnavailable
-from speccache_rag.host import EngineHost
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.store.catalogue import Catalogue
+from speccache_rag.hosting import engine_host as host_module
+from speccache_rag.hosting.doctor import examine
+from speccache_rag.hosting.engine_host import EngineHost
 from tests.unit.fake_engine import FakeEngine
 
 THREAD = "speccache-engine"

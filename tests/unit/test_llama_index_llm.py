@@ -25,7 +25,7 @@ from llama_index.llms.speccache import SpecCacheLLM, anchor_for
 
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError, PromptError
-from speccache_rag.prompt.assembly import PromptTokenizer
+from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.runtime import SpecCache
 from tests.tiny import tiny_tokenizer
 from tests.unit.fake_runtime import FakeRuntime, LoadingRuntime

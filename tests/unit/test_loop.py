@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from speccache_rag.engines.loop import LoopThread
 from speccache_rag.errors import EngineClosed
+from speccache_rag.hosting.loop_thread import LoopThread
 
 SOON_S = 10.0
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speccache_rag.prompt import matching
-from speccache_rag.prompt.matching import ChunkIndex
+from speccache_rag.chunks import index as matching
+from speccache_rag.chunks.index import ChunkIndex
 from speccache_rag.types import Chunk, ChunkKey, ChunkMatch
 
 FOX = "The quick brown fox jumps over the lazy dog, then rests in the shade of an old oak tree until the evening comes."

@@ -10,10 +10,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.sampling_params import RequestOutputKind
 
-from speccache_rag.engines.vllm import options
 from speccache_rag.engines.vllm.connector import SpecCacheConnector
-from speccache_rag.engines.vllm.extension import SpecCacheExtension
-from speccache_rag.engines.vllm.options import CPU_KV_CACHE_BYTES, engine_args, sampling_params
+from speccache_rag.engines.vllm.frontend import options
+from speccache_rag.engines.vllm.frontend.options import CPU_KV_CACHE_BYTES, engine_args, sampling_params
+from speccache_rag.engines.vllm.worker.extension import SpecCacheExtension
 from speccache_rag.errors import ConfigurationError
 
 STORE = {"path": "chunks", "ram_bytes": 5}

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from speccache_rag.companion import ScoringModels
+from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.engines.base import ReuseOutcome
 from speccache_rag.errors import ConfigurationError, ContextOverflow, PromptError
-from speccache_rag.explanation import explain_request
-from speccache_rag.factory import build_policy
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.preparation import PreparedRequest, prepare
-from speccache_rag.prompt.assembly import PromptTokenizer
+from speccache_rag.plan.explanation import explain_request
+from speccache_rag.plan.planner import PreparedRequest, prepare
+from speccache_rag.plan.scoring_models import ScoringModels
+from speccache_rag.prompt.tokenizer import PromptTokenizer
+from speccache_rag.selection.factory import build_policy
 from speccache_rag.types import AssembledPrompt, ChunkKey
 from tests.unit.fake_engine import MAX_MODEL_LEN, FakeEngine, FakeModels, FakeScorer, make_library
 

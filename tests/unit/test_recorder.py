@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from speccache_rag.engines.rope import RopeTable
-from speccache_rag.engines.vllm.paging import KVWriter, slots_of
-from speccache_rag.engines.vllm.recorder import CaptureBuffer, KVRecorder
+from speccache_rag.engines.reuse.rope import RopeTable
+from speccache_rag.engines.vllm.worker.paging import KVWriter, slots_of
+from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer, KVRecorder
 from speccache_rag.types import ChunkKV
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speccache_rag.engines.region import Region, fill_region
+from speccache_rag.engines.reuse.fill_job import Region, fill_region
 from speccache_rag.errors import StoreUnavailable
 from speccache_rag.store.memory import MemoryStore
 from speccache_rag.types import ChunkKey, ChunkKV

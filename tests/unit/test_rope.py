@@ -13,7 +13,7 @@ from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_apply
 
-from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.reuse.rope import RopeTable
 from tests.kinds import LLAMA3_ROPE, YARN_ROPE
 
 P, T, H, D = 1024, 7, 3, 32

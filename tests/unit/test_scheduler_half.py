@@ -11,8 +11,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
+from speccache_rag.engines.vllm.core.scheduler import SchedulerHalf
 from speccache_rag.engines.vllm.plan import PARAM, CapturePlan, ReusePlan
-from speccache_rag.engines.vllm.scheduler import SchedulerHalf
 
 PLAN = ReusePlan((("aa", 4, 10), ("bb", 16, 8)), ((5, 7),), 24, "tag")
 CAPTURE = CapturePlan("cc", 3, 5, "warm")

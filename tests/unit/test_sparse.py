@@ -16,9 +16,9 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from speccache_rag.engines.vllm.paging import slots_of
 from speccache_rag.engines.vllm.plan import runs
-from speccache_rag.engines.vllm.sparse import SparsePrefill
+from speccache_rag.engines.vllm.worker.paging import slots_of
+from speccache_rag.engines.vllm.worker.sparse import SparsePrefill
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 BLOCK_SIZE = 4

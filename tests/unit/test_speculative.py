@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speccache_rag.errors import ConfigurationError, UnsupportedModel
-from speccache_rag.scoring.speculative import SpeculativeScorer, _decoder_layers
+from speccache_rag.scoring.importance import SpeculativeScorer, _decoder_layers
 from tests.tiny import tiny_model
 
 TEXT = "The keeper of the lighthouse wrote to Zürich and 東京 👩‍🚀 about a storm that broke the lantern."

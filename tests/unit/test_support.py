@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backend import AttentionType
 
-from speccache_rag.engines.vllm.engine import VllmEngine
+from speccache_rag.engines.vllm.frontend.engine import VllmEngine
 from speccache_rag.engines.vllm.support import attention_layers, check_config, rope_tables
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError, UnsupportedModel
 from tests.tiny import tiny_model

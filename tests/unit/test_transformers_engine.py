@@ -38,8 +38,8 @@ from transformers import (
     T5Config,
 )
 
-from speccache_rag.engines import proofs
 from speccache_rag.engines.base import EngineDelta, EngineRequest
+from speccache_rag.engines.reuse import selfcheck as proofs
 from speccache_rag.engines.transformers import model as model_module
 from speccache_rag.engines.transformers import support
 from speccache_rag.engines.transformers.engine import TransformersEngine

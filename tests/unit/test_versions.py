@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 from packaging.version import Version
 
-from speccache_rag.engines.vllm import versions
+from speccache_rag.engines.vllm.frontend import versions
 from speccache_rag.errors import ConfigurationError, UnsupportedVersion
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from speccache_rag.chunks.catalogue import Catalogue
+from speccache_rag.chunks.library import ChunkLibrary
+from speccache_rag.chunks.warming import IN_FLIGHT, plan_warm, warm_chunks
 from speccache_rag.engines.base import CaptureRequest
 from speccache_rag.errors import ChunkTooLong, ConfigurationError, EmptyChunk, StoreUnavailable
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.prompt.assembly import PromptTokenizer
-from speccache_rag.store.catalogue import Catalogue
+from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.types import WarmReport
-from speccache_rag.warming import IN_FLIGHT, plan_warm, warm_chunks
 from tests.unit.fake_engine import BYTES_PER_TOKEN, FakeEngine, FakeScorer, make_library
 
 TEXTS = [f"Text {i}: the keeper of lighthouse {i} wrote down the weather of day {i * 7}." for i in range(5)]

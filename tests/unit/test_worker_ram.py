@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from speccache_rag.engines.vllm.worker_ram import WorkerRam
+from speccache_rag.engines.vllm.frontend.worker_ram import WorkerRam
 from speccache_rag.store.disk import DiskStore
 from tests.contract.store_contract import key_of, make_kv
 

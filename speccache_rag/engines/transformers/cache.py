@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
-from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.types import ChunkKV
 
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from speccache_rag.engines.base import CaptureRequest, CaptureResult, EngineDelta, EngineRequest, ModelFacts
-from speccache_rag.engines.deviation import check_layer
-from speccache_rag.engines.proofs import TOLERANCE
+from speccache_rag.engines.reuse.deviation import check_layer
+from speccache_rag.engines.reuse.selfcheck import TOLERANCE
 from speccache_rag.engines.transformers import inquiry
 from speccache_rag.engines.transformers.cache import chunk_kv
 from speccache_rag.engines.transformers.following import Followed, follow
@@ -26,8 +26,8 @@ from speccache_rag.engines.transformers.sampling import SamplingOptions
 from speccache_rag.engines.transformers.selfcheck import self_check
 from speccache_rag.engines.transformers.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
-from speccache_rag.factory import build_store
-from speccache_rag.layers import LayerRange
+from speccache_rag.scoring.layers import LayerRange
+from speccache_rag.store.factory import build_store
 from speccache_rag.types import AssembledPrompt, ChunkKey
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class TransformersEngine:
         Args:
             model: a local model folder.
             options: `EngineOptions` by name.
-            store: options of `factory.build_store`.
+            store: options of `store.factory.build_store`.
 
         Raises:
             UnsupportedModel, ConfigurationError, EngineStartError: see their messages.

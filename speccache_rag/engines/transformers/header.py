@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.engines.transformers.cache import ReuseCache, chunk_kv
 from speccache_rag.types import ChunkKV
 

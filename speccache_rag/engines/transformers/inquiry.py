@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from speccache_rag.engines.deviation import kv_deviation_of
-from speccache_rag.engines.region import fill_region
+from speccache_rag.engines.reuse.deviation import kv_deviation_of
+from speccache_rag.engines.reuse.fill_job import fill_region
 from speccache_rag.engines.transformers.cache import ReuseCache
 from speccache_rag.engines.transformers.header import Header
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.prefill import region_of
-from speccache_rag.layers import LayerRange, counted_layers
+from speccache_rag.scoring.layers import LayerRange, counted_layers
 from speccache_rag.store.base import ChunkStore
 from speccache_rag.types import AssembledPrompt, ChunkKV, Selection
 

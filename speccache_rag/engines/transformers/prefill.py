@@ -9,7 +9,7 @@ import torch
 from transformers import Cache
 
 from speccache_rag.engines.base import EngineRequest, ReuseOutcome
-from speccache_rag.engines.region import Region, fill_region
+from speccache_rag.engines.reuse.fill_job import Region, fill_region
 from speccache_rag.engines.transformers.cache import ReuseCache
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.store.base import ChunkStore

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from speccache_rag.engines.proofs import probe_ids, prove
+from speccache_rag.engines.reuse.selfcheck import probe_ids, prove
 from speccache_rag.engines.transformers.cache import ReuseCache, chunk_kv
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.types import ChunkKV
 
 
 def self_check(target: TargetModel) -> None:
-    """Run the three proofs (engines/proofs.py).
+    """Run the three proofs (engines/reuse/selfcheck.py).
 
     Raises:
         SelfCheckFailed: one of them failed; the message names which, the layer and the error.

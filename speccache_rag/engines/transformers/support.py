@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.engines.transformers.cache import KVShape
 from speccache_rag.errors import UnsupportedModel
 

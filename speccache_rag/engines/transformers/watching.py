@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from speccache_rag.engines.attention import attention_on_keys
+from speccache_rag.engines.reuse.attention import attention_on_keys
 
 
 class AttentionWatch:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from speccache_rag.engines.base import Engine
-from speccache_rag.engines.vllm.versions import check_version
+from speccache_rag.engines.vllm.frontend.versions import check_version
 
 
 def vllm_engine(model: Path, options: dict[str, Any], store: dict[str, Any]) -> Engine:
@@ -17,6 +17,6 @@ def vllm_engine(model: Path, options: dict[str, Any], store: dict[str, Any]) -> 
         UnsupportedModel, ConfigurationError, EngineStartError: see their messages.
     """
     check_version()
-    from speccache_rag.engines.vllm.engine import VllmEngine
+    from speccache_rag.engines.vllm.frontend.engine import VllmEngine
 
     return VllmEngine(model, options, store)

@@ -10,10 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from speccache_rag.engines.vllm.lifeline import follow_parent, ignore_interrupts
-from speccache_rag.engines.vllm.metadata import SpecCacheMetadata
-from speccache_rag.engines.vllm.scheduler import SchedulerHalf
-from speccache_rag.engines.vllm.worker import WorkerHalf
+from speccache_rag.engines.vllm.core.lifeline import follow_parent, ignore_interrupts
+from speccache_rag.engines.vllm.core.scheduler import SchedulerHalf
+from speccache_rag.engines.vllm.messages import SpecCacheMetadata
+from speccache_rag.engines.vllm.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
     import torch

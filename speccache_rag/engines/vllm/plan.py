@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from speccache_rag.layers import LayerRange
+from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, Selection
 
 PARAM = "speccache"

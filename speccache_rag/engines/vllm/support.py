@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.errors import UnsupportedModel
 
 if TYPE_CHECKING:

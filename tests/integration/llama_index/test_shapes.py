@@ -71,7 +71,7 @@ class Pipeline:
         Settings.llm = llm
         result = shape.run(llm)
         answer = str(asyncio.run(result) if asyncio.iscoroutine(result) else result)
-        told = [r.getMessage() for r in self._caplog.records if r.name == "speccache_rag.prompt.escaped"]
+        told = [r.getMessage() for r in self._caplog.records if r.name == "speccache_rag.chunks.escaped"]
         return Run(answer, scripted.prompts, scripted.reports, told)
 
     def chunk(self, name: str) -> Chunk:

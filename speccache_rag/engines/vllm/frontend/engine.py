@@ -29,15 +29,15 @@ from speccache_rag.engines.base import (
     ModelFacts,
     ReuseOutcome,
 )
-from speccache_rag.engines.deviation import check_layer
-from speccache_rag.engines.proofs import probe_ids
-from speccache_rag.engines.vllm.options import engine_args, sampling_params
+from speccache_rag.engines.reuse.deviation import check_layer
+from speccache_rag.engines.reuse.selfcheck import probe_ids
+from speccache_rag.engines.vllm.frontend.options import engine_args, sampling_params
+from speccache_rag.engines.vllm.frontend.worker_ram import WorkerRam
 from speccache_rag.engines.vllm.plan import CapturePlan, Inquiry, ReusePlan
 from speccache_rag.engines.vllm.support import check_config
-from speccache_rag.engines.vllm.worker_ram import WorkerRam
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineError, EngineStartError, SpecCacheError
-from speccache_rag.factory import build_disk
-from speccache_rag.layers import LayerRange
+from speccache_rag.scoring.layers import LayerRange
+from speccache_rag.store.factory import build_disk
 from speccache_rag.types import AssembledPrompt, ChunkKey, Selection
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class VllmEngine:
         Args:
             model: a local model folder.
             options: vLLM `AsyncEngineArgs` by name.
-            store: options of `factory.build_store`; the worker process opens it too.
+            store: options of `store.factory.build_store`; the worker process opens it too.
 
         Raises:
             UnsupportedModel, ConfigurationError, EngineStartError: see their messages.

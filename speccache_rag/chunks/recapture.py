@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 
-from speccache_rag.counters import Counters
 from speccache_rag.errors import EngineClosed, SpecCacheError
 from speccache_rag.types import Chunk, ChunkKey
 
@@ -20,9 +19,9 @@ class Recaptures:
     KV recomputed in a prompt's context is not the chunk's own, so it cannot be kept instead.
     """
 
-    def __init__(self, capture: Callable[[Chunk], Awaitable[object]], counters: Counters) -> None:
+    def __init__(self, capture: Callable[[Chunk], Awaitable[object]], count: Callable[[bool], None]) -> None:
         self._capture = capture
-        self._counters = counters
+        self._count = count
         self._running: set[ChunkKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._lock = threading.Lock()
@@ -55,6 +54,6 @@ class Recaptures:
             failed = True
             logger.warning("chunk %s could not be captured again: %s", chunk.key[:12], error)
         finally:
-            self._counters.add_recapture(failed=failed)
+            self._count(failed)
             with self._lock:
                 self._running.discard(chunk.key)

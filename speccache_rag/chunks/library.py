@@ -6,14 +6,14 @@ import threading
 
 import numpy as np
 
+from speccache_rag.chunks.catalogue import Catalogue
+from speccache_rag.chunks.escaped import EscapedChunks
+from speccache_rag.chunks.index import ChunkIndex
 from speccache_rag.errors import ChunkTooLong, EmptyChunk
-from speccache_rag.prompt.alignment import align_scores
-from speccache_rag.prompt.assembly import PromptTokenizer
-from speccache_rag.prompt.escaped import EscapedChunks
-from speccache_rag.prompt.matching import ChunkIndex
-from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.prompt.tokenizer import PromptTokenizer
+from speccache_rag.scoring.alignment import align_scores
+from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.store.base import Namespace
-from speccache_rag.store.catalogue import Catalogue
 from speccache_rag.types import Chunk, ChunkMatch
 
 

@@ -9,15 +9,15 @@ from typing import Literal
 
 import numpy as np
 
+from speccache_rag.chunks.library import ChunkLibrary
+from speccache_rag.chunks.warming import warm_chunks
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ChunkTooLong, ConfigurationError, EngineClosed
-from speccache_rag.host import EngineHost
-from speccache_rag.layers import LayerRange
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.prompt.alignment import align_scores
-from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.hosting.engine_host import EngineHost
+from speccache_rag.scoring.alignment import align_scores
+from speccache_rag.scoring.importance import SpeculativeScorer
+from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, WarmReport
-from speccache_rag.warming import warm_chunks
 
 logger = logging.getLogger(__name__)
 

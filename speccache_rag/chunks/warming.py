@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.engines.base import CaptureRequest, Engine
 from speccache_rag.errors import PromptError
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.types import Chunk, WarmReport
 
 T = TypeVar("T")

@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from speccache_rag.companion import MissingKV, ScoringModels
+from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import Scoring
 from speccache_rag.engines.base import EngineRequest, ReuseOutcome
 from speccache_rag.errors import ContextOverflow, PromptError
-from speccache_rag.layers import LayerRange
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.prompt.alignment import align_scores
-from speccache_rag.prompt.assembly import PromptTokenizer
-from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.plan.scoring_models import MissingKV, ScoringModels
+from speccache_rag.prompt.tokenizer import PromptTokenizer
+from speccache_rag.scoring.alignment import align_scores
+from speccache_rag.scoring.importance import SpeculativeScorer
+from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.selection.base import SelectionPolicy
 from speccache_rag.types import AssembledPrompt, ChunkKey, Placement, PrefillReport, Selection
 

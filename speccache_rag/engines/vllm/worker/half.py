@@ -12,15 +12,15 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 
 from speccache_rag.engines.base import ReuseOutcome
-from speccache_rag.engines.region import Region, fill_region
-from speccache_rag.engines.vllm.inquiry import answer
-from speccache_rag.engines.vllm.metadata import CaptureJob, ReuseJob, SpecCacheMetadata
-from speccache_rag.engines.vllm.paging import KVWriter, slots_of
-from speccache_rag.engines.vllm.recorder import CaptureBuffer, KVRecorder
-from speccache_rag.engines.vllm.sparse import SparsePrefill
+from speccache_rag.engines.reuse.fill_job import Region, fill_region
+from speccache_rag.engines.vllm.messages import CaptureJob, ReuseJob, SpecCacheMetadata
 from speccache_rag.engines.vllm.support import attention_layers, rope_tables
+from speccache_rag.engines.vllm.worker.answers import answer
+from speccache_rag.engines.vllm.worker.paging import KVWriter, slots_of
+from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer, KVRecorder
+from speccache_rag.engines.vllm.worker.sparse import SparsePrefill
 from speccache_rag.errors import StoreError
-from speccache_rag.factory import build_store
+from speccache_rag.store.factory import build_store
 from speccache_rag.types import ChunkKey, ChunkKV
 
 if TYPE_CHECKING:

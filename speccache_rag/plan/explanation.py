@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from speccache_rag.engines.base import ReuseOutcome
-from speccache_rag.preparation import PreparedRequest
+from speccache_rag.plan.planner import PreparedRequest
 from speccache_rag.types import Explanation, TokenExplanation
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.errors import SelfCheckFailed
 from speccache_rag.types import ChunkKV
 

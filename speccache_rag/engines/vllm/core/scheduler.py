@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from speccache_rag.engines.vllm.metadata import CaptureJob, ReuseJob, SpecCacheMetadata
+from speccache_rag.engines.vllm.messages import CaptureJob, ReuseJob, SpecCacheMetadata
 from speccache_rag.engines.vllm.plan import CapturePlan, ReusePlan
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from speccache_rag.engines.region import Region, stored_kv
-from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.reuse.fill_job import Region, stored_kv
+from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.store.base import ChunkStore
 from speccache_rag.types import ChunkKey

@@ -1,6 +1,6 @@
 """The start-up self-check on vLLM: the probe is what vLLM's own runner prefilled and our recorder captured.
 
-The proofs (engines/proofs.py) run on the real cache tensors, in blocks that nothing else uses yet.
+The proofs (engines/reuse/selfcheck.py) run on the real cache tensors, in blocks that nothing else uses yet.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from speccache_rag.engines.proofs import prove
-from speccache_rag.engines.vllm.paging import slots_of
-from speccache_rag.engines.vllm.recorder import CaptureBuffer
+from speccache_rag.engines.reuse.selfcheck import prove
+from speccache_rag.engines.vllm.worker.paging import slots_of
+from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer
 from speccache_rag.errors import SelfCheckFailed
 from speccache_rag.types import ChunkKV
 
 if TYPE_CHECKING:
-    from speccache_rag.engines.vllm.worker import WorkerHalf
+    from speccache_rag.engines.vllm.worker.half import WorkerHalf
 
 
 def self_check(worker: WorkerHalf, token_ids: list[int], max_model_len: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention import Attention
 
-from speccache_rag.engines.rope import RopeTable
+from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.types import ChunkKV
 
 

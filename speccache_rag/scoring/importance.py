@@ -19,7 +19,7 @@ from torch import nn
 
 from speccache_rag.errors import ConfigurationError, UnsupportedModel
 from speccache_rag.fingerprint import model_fingerprint
-from speccache_rag.layers import LayerRange, counted_layers
+from speccache_rag.scoring.layers import LayerRange, counted_layers
 from speccache_rag.types import Offsets
 
 _MAX_HEADER_TOKENS = 64

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from speccache_rag.engines.attention import attention_on_keys
-from speccache_rag.engines.deviation import kv_deviation_of
-from speccache_rag.engines.region import Region, fill_region
-from speccache_rag.engines.vllm.paging import slots_of
-from speccache_rag.engines.vllm.recorder import CaptureBuffer
-from speccache_rag.engines.vllm.sparse import StopForward
-from speccache_rag.layers import LayerRange, counted_layers
+from speccache_rag.engines.reuse.attention import attention_on_keys
+from speccache_rag.engines.reuse.deviation import kv_deviation_of
+from speccache_rag.engines.reuse.fill_job import Region, fill_region
+from speccache_rag.engines.vllm.worker.paging import slots_of
+from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer
+from speccache_rag.engines.vllm.worker.sparse import StopForward
+from speccache_rag.scoring.layers import LayerRange, counted_layers
 from speccache_rag.types import ChunkKV
 
 if TYPE_CHECKING:
-    from speccache_rag.engines.vllm.metadata import ReuseJob
-    from speccache_rag.engines.vllm.worker import WorkerHalf
+    from speccache_rag.engines.vllm.messages import ReuseJob
+    from speccache_rag.engines.vllm.worker.half import WorkerHalf
 
 
 def answer(worker: WorkerHalf, job: ReuseJob) -> np.ndarray:

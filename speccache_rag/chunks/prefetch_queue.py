@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Iterable
 
+from speccache_rag.chunks.library import ChunkLibrary
+from speccache_rag.chunks.warming import only_texts
 from speccache_rag.errors import PromptError, StoreError
-from speccache_rag.library import ChunkLibrary
 from speccache_rag.types import ChunkKey
-from speccache_rag.warming import only_texts
 
 logger = logging.getLogger(__name__)
 

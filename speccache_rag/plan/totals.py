@@ -42,7 +42,7 @@ class Counters:
             for name in shared:
                 setattr(self._totals, name, getattr(self._totals, name) + getattr(report, name))
 
-    def add_recapture(self, *, failed: bool) -> None:
+    def add_recapture(self, failed: bool) -> None:
         """Count a background capture."""
         with self._lock:
             self._totals.recaptured += not failed

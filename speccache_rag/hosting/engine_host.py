@@ -10,19 +10,18 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from speccache_rag.chunks.catalogue import Catalogue
+from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.engines import ENGINES
 from speccache_rag.engines.base import Engine
-from speccache_rag.engines.loop import LoopThread
 from speccache_rag.errors import EngineClosed
-from speccache_rag.factory import build_scorer
 from speccache_rag.fingerprint import resolve_model
-from speccache_rag.layers import LayerRange
-from speccache_rag.library import ChunkLibrary
-from speccache_rag.prompt.assembly import PromptTokenizer
-from speccache_rag.scoring.speculative import SpeculativeScorer
+from speccache_rag.hosting.loop_thread import LoopThread
+from speccache_rag.prompt.tokenizer import PromptTokenizer
+from speccache_rag.scoring.importance import SpeculativeScorer
+from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.store.base import Namespace
-from speccache_rag.store.catalogue import Catalogue
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +110,7 @@ class EngineHost:
             return None
         with self._lock:
             if (name, layers) not in self._scorers:
-                scorer = build_scorer(config, layers)
-                assert scorer is not None
-                self._scorers[name, layers] = scorer
+                self._scorers[name, layers] = SpeculativeScorer(resolve_model(name), layers=layers)
             return self._scorers[name, layers]
 
     def _start(self) -> None:

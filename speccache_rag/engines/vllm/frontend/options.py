@@ -20,7 +20,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from speccache_rag.errors import ConfigurationError
 
-_PACKAGE = __package__
+_PACKAGE = __package__.rpartition(".")[0]
 _OURS = ("model", "kv_transfer_config", "worker_extension_cls")
 _REFUSED_SAMPLING = ("n", "output_kind", "extra_args", "skip_reading_prefix_cache", "prompt_logprobs")
 
@@ -54,7 +54,7 @@ def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if current_platform.is_cpu() and not (set(options) & set(_MEMORY) or "VLLM_CPU_KVCACHE_SPACE" in os.environ):
         defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-    ours = {"kv_transfer_config": transfer, "worker_extension_cls": f"{_PACKAGE}.extension.SpecCacheExtension"}
+    ours = {"kv_transfer_config": transfer, "worker_extension_cls": f"{_PACKAGE}.worker.extension.SpecCacheExtension"}
     return AsyncEngineArgs(model=str(model), **{**defaults, **options, **ours})
 
 

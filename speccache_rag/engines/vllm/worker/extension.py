@@ -13,8 +13,8 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from speccache_rag.engines.vllm.connector import SpecCacheConnector
-from speccache_rag.engines.vllm.selfcheck import self_check
-from speccache_rag.engines.vllm.worker import WorkerHalf
+from speccache_rag.engines.vllm.worker.half import WorkerHalf
+from speccache_rag.engines.vllm.worker.selfcheck import self_check
 from speccache_rag.errors import EngineStartError, SpecCacheError
 from speccache_rag.types import ChunkKey
 

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import SpecCacheError
-from speccache_rag.factory import build_store
-from speccache_rag.host import EngineHost
+from speccache_rag.hosting.engine_host import EngineHost
+from speccache_rag.store.factory import build_store
 
 PACKAGES = (
     "speccache-rag",

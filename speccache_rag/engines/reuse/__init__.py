@@ -1,0 +1,1 @@
+"""Chunk KV reuse as both engines share it."""

@@ -1,4 +1,4 @@
-"""The plan of one prompt: what is loaded, recomputed and computed fresh. The one shape of that fact, in every process."""
+"""The plan of one prompt: what is loaded, recomputed and computed fresh. One shape of it serves every process."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@
     │   └── ContextOverflow         a prompt that does not fit in the model's context
     ├── StoreError                  the chunk store
     │   ├── StoreUnavailable        it cannot be opened, read or written
+    │   ├── StoreBusy               a capture was dropped because too many wait to be written
     │   └── ChunkCorrupted          stored bytes do not verify
     └── EngineError                 the inference engine
         ├── EngineStartError        it did not start
@@ -105,6 +106,12 @@ class StoreUnavailable(StoreError):
     """The store cannot be opened, read or written."""
 
     hint = "Check the path, its permissions and free space, or pass store=None to keep chunk KV in RAM."
+
+
+class StoreBusy(StoreError):
+    """A capture was dropped because too many wait to be written; trying again later is right."""
+
+    hint = "Warm fewer chunks at once, or use a faster disk."
 
 
 class ChunkCorrupted(StoreError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -12,6 +12,7 @@ from types import TracebackType
 import numpy as np
 from typing_extensions import Self
 
+from speccache_rag.errors import StoreError
 from speccache_rag.types import ChunkKey, ChunkKV
 
 FORMAT_VERSION = 1
@@ -65,6 +66,12 @@ class StoreStats:
     misses: int
     """Corrupted chunks are misses too."""
     corrupted: int
+    dropped: int = 0
+    """Captures that `put_soon` refused because too many were waiting to be written."""
+
+
+Done = Callable[[int | StoreError], None]
+"""Told what became of a `put_soon`: the stored size in bytes, or why the chunk could not be stored."""
 
 
 class ChunkStore(ABC):
@@ -94,12 +101,50 @@ class ChunkStore(ABC):
     def contains(self, key: ChunkKey) -> bool:
         """Whether the key is present; its bytes are not verified."""
 
-    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
-        """Begin to bring chunks nearer, where there is a nearer place; returns at once, raises nothing."""
+    def request(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to bring these chunks into RAM, on threads of the store; returns at once, raises nothing.
+
+        A chunk that is in RAM, or on its way, costs a look and counts as used just now. Calling it again and again
+        while a prompt waits is right.
+        """
         return None
 
+    def ready(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether no read of these chunks is running or waiting; touches no disk.
+
+        Then `get` answers from RAM, with KV, a miss or the fault that the read met, for all that RAM can hold at once.
+        """
+        return True
+
+    def put_soon(self, key: ChunkKey, kv: ChunkKV, done: Done) -> bool:
+        """`put` for those who cannot wait: into RAM before it returns, onto disk by a thread of the store.
+
+        The tensors are the store's from now on: they are not copied where they need not be.
+
+        Args:
+            key: the chunk.
+            kv: its KV.
+            done: called once, on any thread, perhaps before this returns; never called where this returns False.
+
+        Returns:
+            False where too much waits to be written: the chunk is dropped, and counted in `stats`.
+
+        Raises:
+            ValueError: as `put`.
+        """
+        try:
+            result: int | StoreError = self.put(key, kv)
+        except StoreError as error:
+            result = error
+        done(result)
+        return True
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """`request`, by its former name."""
+        self.request(keys)
+
     def hidden_s(self) -> float:
-        """Seconds so far that prefetching saved those who called `get`."""
+        """Seconds so far that `request` saved those who called `get`."""
         return 0.0
 
     @abstractmethod

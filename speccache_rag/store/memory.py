@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from speccache_rag.errors import StoreUnavailable
-from speccache_rag.store.base import ChunkStore, StoreStats
+from speccache_rag.errors import StoreError, StoreUnavailable
+from speccache_rag.store.base import ChunkStore, Done, StoreStats
 from speccache_rag.types import ChunkKey, ChunkKV
 
 
@@ -27,7 +27,7 @@ class _Entry:
 class MemoryStore(ChunkStore):
     """Chunk KV in RAM, at most `max_bytes` of it; the least recently used chunk leaves first.
 
-    Entries are private copies, and `get` hands them out without another one. A caller that writes into what it got
+    Entries are private, and `get` hands them out without a copy. A caller that writes into what it got
     has corrupted the entry; torch counts such writes, so the next `get` sees it.
     """
 
@@ -52,6 +52,30 @@ class MemoryStore(ChunkStore):
             return entry.kv
 
     def put(self, key: ChunkKey, kv: ChunkKV) -> int:
+        return self._put(key, kv, copy=True)
+
+    def put_soon(self, key: ChunkKey, kv: ChunkKV, done: Done) -> bool:
+        try:
+            result: int | StoreError = self._put(key, kv, copy=False)
+        except StoreError as error:
+            result = error
+        done(result)
+        return True
+
+    def adopt(self, key: ChunkKey, kv: ChunkKV) -> None:
+        """`put` without a copy where the tensors allow it, and without an error where `kv` is over the limit."""
+        if kv.nbytes <= self.max_bytes:
+            self._put(key, kv, copy=False)
+
+    def touch(self, key: ChunkKey) -> bool:
+        """Count a chunk as used just now; whether it is here."""
+        with self._lock:
+            if key not in self._entries:
+                return False
+            self._entries.move_to_end(key)
+            return True
+
+    def _put(self, key: ChunkKey, kv: ChunkKV, *, copy: bool) -> int:
         if kv.n_tokens == 0:
             raise ValueError("a chunk without tokens has no KV to store")
         if kv.nbytes > self.max_bytes:
@@ -61,7 +85,7 @@ class MemoryStore(ChunkStore):
             )
         if self.contains(key):
             return kv.nbytes
-        entry = _private_copy(kv)
+        entry = _entry(kv, copy)
         with self._lock:
             if key not in self._entries:
                 while self._bytes + kv.nbytes > self.max_bytes:
@@ -107,14 +131,24 @@ class MemoryStore(ChunkStore):
         return entry is not None
 
 
-def _private_copy(kv: ChunkKV) -> _Entry:
-    # Tensors made under inference mode do not count writes.
+def _entry(kv: ChunkKV, copy: bool) -> _Entry:
+    # Tensors made under inference mode do not count writes; what is made here does.
     with torch.inference_mode(False), torch.no_grad():
-        keys, values = (
-            t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for t in (kv.keys, kv.values)
-        )
-    copy = ChunkKV(keys, values, kv.token_ids, kv.position)
-    return _Entry(copy, _versions(copy))
+        keys, values = (_copied(t) if copy else _adopted(t) for t in (kv.keys, kv.values))
+    kept = ChunkKV(keys, values, kv.token_ids, kv.position)
+    return _Entry(kept, _versions(kept))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _adopted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that counts writes; a copy where it is not contiguous or not on the CPU."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return _copied(tensor)
+    flat = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 def _versions(kv: ChunkKV) -> tuple[int, int]:

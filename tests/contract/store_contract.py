@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
 
+from speccache_rag.errors import StoreError
 from speccache_rag.store.base import ChunkStore, Namespace
 from speccache_rag.types import ChunkKey, ChunkKV
 
@@ -34,6 +37,20 @@ def assert_same(got: ChunkKV | None, expected: ChunkKV) -> None:
     for ours, theirs in ((got.keys, expected.keys), (got.values, expected.values)):
         assert ours.shape == theirs.shape
         assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def await_ready(store: ChunkStore, keys: Sequence[ChunkKey]) -> None:
+    deadline = time.monotonic() + 30
+    while not store.ready(keys):
+        assert time.monotonic() < deadline, "reads do not end"
+        time.sleep(0.001)
+
+
+def put_soon(store: ChunkStore, kv: ChunkKV) -> Future[int | StoreError]:
+    """What became of it, once that is known."""
+    told: Future[int | StoreError] = Future()
+    assert store.put_soon(key_of(kv), kv, told.set_result)
+    return told
 
 
 class StoreContract:
@@ -82,6 +99,32 @@ class StoreContract:
         assert store.put(key_of(kv), other) == first
         assert_same(store.get(key_of(kv)), kv)
         assert (store.stats().chunks, store.stats().bytes) == (1, first)
+
+    def test_put_soon_is_there_at_once_and_tells_its_size(self, store: ChunkStore) -> None:
+        kvs = [make_kv(seed=seed) for seed in range(3)]
+        told = [put_soon(store, make_kv(seed=seed)) for seed in range(3)]
+        for kv in kvs:
+            assert store.contains(key_of(kv))
+            assert_same(store.get(key_of(kv)), kv)
+        assert [each.result(timeout=30) for each in told] == [store.put(key_of(kv), kv) for kv in kvs]
+        assert set(store.keys()) == {key_of(kv) for kv in kvs}
+        with pytest.raises(ValueError, match="without tokens"):
+            put_soon(store, make_kv(0))
+
+    def test_requested_chunks_become_ready(self, store: ChunkStore) -> None:
+        kvs = [make_kv(seed=seed) for seed in range(3)]
+        for kv in kvs:
+            store.put(key_of(kv), kv)
+        absent = key_of(make_kv(seed=9))
+        keys = [*map(key_of, kvs), absent]
+        assert store.ready(keys)
+        for _ in range(3):
+            store.request(keys)
+        await_ready(store, keys)
+        for kv in kvs:
+            assert_same(store.get(key_of(kv)), kv)
+        assert store.get(absent) is None
+        assert (store.stats().hits, store.stats().misses) == (3, 1)
 
     def test_contains_keys_delete(self, store: ChunkStore) -> None:
         kvs = [make_kv(seed=seed) for seed in range(3)]

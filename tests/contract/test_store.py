@@ -21,9 +21,17 @@ from speccache_rag.store.base import ChunkStore
 from speccache_rag.store.disk import DiskStore
 from speccache_rag.store.memory import MemoryStore
 from speccache_rag.store.tiered import TieredStore
-from speccache_rag.types import ChunkKey
+from speccache_rag.types import ChunkKey, ChunkKV
 from tests.conftest import ROOT
-from tests.contract.store_contract import NAMESPACE, StoreContract, assert_same, key_of, make_kv
+from tests.contract.store_contract import (
+    NAMESPACE,
+    StoreContract,
+    assert_same,
+    await_ready,
+    key_of,
+    make_kv,
+    put_soon,
+)
 
 
 class TestMemoryStore(StoreContract):
@@ -280,7 +288,9 @@ class TestTieredStore(StoreContract):
         return DiskStore(tmp_path / "store")
 
     def damage(self, store: ChunkStore, key: ChunkKey) -> None:
+        """On disk, for a process that has not read it yet."""
         TestDiskStore().damage(store._disk, key)  # type: ignore[attr-defined]
+        store._ram.delete(key)  # type: ignore[attr-defined]
 
     @pytest.fixture
     def reads(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> list[ChunkKey]:
@@ -294,46 +304,58 @@ class TestTieredStore(StoreContract):
         monkeypatch.setattr(store._disk, "get", counted)
         return keys
 
-    def test_the_disk_is_read_once(self, store: TieredStore, reads: list[ChunkKey]) -> None:
-        kv = make_kv()
+    @pytest.fixture
+    def slow(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowReads]:
+        """Reads of this store wait for `go`."""
+        slow = SlowReads(store._disk.get)
+        monkeypatch.setattr(store._disk, "get", slow)
+        yield slow
+        slow.go.set()
+
+    def test_what_was_captured_is_not_read_back(self, store: TieredStore, reads: list[ChunkKey]) -> None:
+        kv, soon = make_kv(), make_kv(seed=1)
         store.put(key_of(kv), kv)
+        put_soon(store, make_kv(seed=1))
+        assert_same(store.get(key_of(kv)), kv)
+        assert_same(store.get(key_of(soon)), soon)
+        assert reads == []
+
+    def test_the_disk_is_read_once(self, store: TieredStore, disk: DiskStore, reads: list[ChunkKey]) -> None:
+        kv = make_kv()
+        disk.put(key_of(kv), kv)
         for _ in range(3):
             assert_same(store.get(key_of(kv)), kv)
         assert reads == [key_of(kv)]
 
-    def test_what_another_process_deleted_is_gone(self, store: TieredStore, disk: DiskStore) -> None:
+    def test_what_another_process_deletes_is_served_while_it_is_in_ram(
+        self, store: TieredStore, disk: DiskStore
+    ) -> None:
         kv = make_kv()
         store.put(key_of(kv), kv)
-        store.get(key_of(kv))
         disk.delete(key_of(kv))
+        assert_same(store.get(key_of(kv)), kv)
+        assert store.delete(key_of(kv))
         assert store.get(key_of(kv)) is None
-
-    def test_what_was_damaged_after_it_was_read_is_not_served(self, store: TieredStore) -> None:
-        kv = make_kv()
-        store.put(key_of(kv), kv)
-        store.get(key_of(kv))
-        self.damage(store, key_of(kv))
-        assert store.get(key_of(kv)) is None
-        assert store.stats().corrupted == 1
 
     def test_a_chunk_larger_than_ram_is_read_each_time(self, tmp_path: Path) -> None:
         kv = make_kv()
         with TieredStore(DiskStore(tmp_path / "store"), MemoryStore(max_bytes=8)) as store:
-            store.put(key_of(kv), kv)
-            store.prefetch([key_of(kv)])
+            assert put_soon(store, make_kv()).result(timeout=30) == store.stats().bytes
+            store.request([key_of(kv)])
             for _ in range(2):
                 assert_same(store.get(key_of(kv)), kv)
             assert store.hidden_s() == 0.0, "each was read anew"
 
-    def test_prefetch_reads_ahead_and_counts_what_it_hid(self, store: TieredStore, reads: list[ChunkKey]) -> None:
+    def test_request_reads_ahead_and_counts_what_it_hid(
+        self, store: TieredStore, disk: DiskStore, reads: list[ChunkKey]
+    ) -> None:
         kvs = [make_kv(seed=seed) for seed in range(3)]
         for kv in kvs:
-            store.put(key_of(kv), kv)
+            disk.put(key_of(kv), kv)
         keys = [key_of(kv) for kv in kvs]
-        store.prefetch(keys)
-        store.prefetch(keys)
-        for reading in list(store._prefetches.values()):
-            reading.result()
+        store.request(keys)
+        store.request(keys)
+        await_ready(store, keys)
         assert sorted(reads) == sorted(keys)
         assert store.hidden_s() == 0.0
         for kv in kvs:
@@ -342,73 +364,104 @@ class TestTieredStore(StoreContract):
         assert store.hidden_s() > 0.0
 
     def test_a_chunk_asked_for_while_it_is_read_is_waited_for(
-        self, store: TieredStore, monkeypatch: pytest.MonkeyPatch
+        self, store: TieredStore, disk: DiskStore, slow: SlowReads
     ) -> None:
         kv = make_kv()
-        store.put(key_of(kv), kv)
-        read, began, go, reads = store._disk.get, threading.Event(), threading.Event(), []
+        disk.put(key_of(kv), kv)
+        store.request([key_of(kv)])
+        assert slow.began.wait(timeout=30)
+        assert not store.ready([key_of(kv)])
+        with ThreadPoolExecutor(4) as pool:
+            got = [pool.submit(store.get, key_of(kv)) for _ in range(4)]
+            slow.go.set()
+            for each in got:
+                assert_same(each.result(timeout=30), kv)
+        assert slow.reads == [key_of(kv)]
 
-        def slow(key: ChunkKey) -> object:
-            reads.append(key)
-            began.set()
-            assert go.wait(timeout=30)
-            return read(key)
-
-        monkeypatch.setattr(store._disk, "get", slow)
-        store.prefetch([key_of(kv)])
-        assert began.wait(timeout=30)
-        with ThreadPoolExecutor(1) as pool:
-            got = pool.submit(store.get, key_of(kv))
-            go.set()
-            assert_same(got.result(), kv)
-        assert reads == [key_of(kv)]
-
-    def test_prefetch_of_nothing_and_of_the_unreadable_raises_nothing(
-        self, store: TieredStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        kv = make_kv()
-        store.put(key_of(kv), kv)
-        with monkeypatch.context() as patch:
-            patch.setattr(store._disk, "get", lambda key: (_ for _ in ()).throw(StoreUnavailable("gone")))
-            store.prefetch([key_of(kv), key_of(make_kv(seed=9))])
-            with pytest.raises(StoreUnavailable, match="gone"):
-                store.get(key_of(kv))
-        assert_same(store.get(key_of(kv)), kv)
-        assert store.get(key_of(make_kv(seed=9))) is None
-
-    def test_prefetches_nobody_takes_are_forgotten(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("speccache_rag.store.tiered.KEPT_PREFETCHES", 2)
-        store.prefetch([key_of(make_kv(seed=seed)) for seed in range(5)])
-        assert len(store._prefetches) == 2
-
-    def test_a_prefetch_that_has_not_begun_is_called_off(
-        self, store: TieredStore, monkeypatch: pytest.MonkeyPatch
+    def test_a_read_that_has_not_begun_is_called_off(
+        self, store: TieredStore, disk: DiskStore, slow: SlowReads
     ) -> None:
         kvs = [make_kv(seed=seed) for seed in range(tiered.READERS + 1)]
         for kv in kvs:
-            store.put(key_of(kv), kv)
-        read, go = store._disk.get, threading.Event()
-        first = {key_of(kv) for kv in kvs[:-1]}
-
-        def slow(key: ChunkKey) -> object:
-            assert key not in first or go.wait(timeout=30)
-            return read(key)
-
-        monkeypatch.setattr(store._disk, "get", slow)
-        store.prefetch([key_of(kv) for kv in kvs])  # as many as there are readers, and one that waits
+            disk.put(key_of(kv), kv)
+        slow.only = {key_of(kv) for kv in kvs[:-1]}
+        store.request([key_of(kv) for kv in kvs])  # as many as there are readers, and one that waits
         assert_same(store.get(key_of(kvs[-1])), kvs[-1])
-        go.set()
 
-    def test_prefetching_again_what_left_ram_reads_again(self, tmp_path: Path) -> None:
+    def test_what_is_deleted_while_it_is_read_is_gone(
+        self, store: TieredStore, disk: DiskStore, slow: SlowReads
+    ) -> None:
+        kv = make_kv()
+        disk.put(key_of(kv), kv)
+        store.request([key_of(kv)])
+        assert slow.began.wait(timeout=30)
+        running = store._reads[key_of(kv)]
+        assert store.delete(key_of(kv))
+        slow.go.set()
+        running.result(timeout=30)
+        assert store.get(key_of(kv)) is None
+
+    def test_the_fault_of_a_read_is_for_get_to_meet(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        kv = make_kv()
+        with monkeypatch.context() as patch:
+            patch.setattr(store._disk, "get", lambda key: (_ for _ in ()).throw(StoreUnavailable("gone")))
+            store.request([key_of(kv)])
+            await_ready(store, [key_of(kv)])
+            with pytest.raises(StoreUnavailable, match="gone"):
+                store.get(key_of(kv))
+        store.put(key_of(kv), kv)
+        assert_same(store.get(key_of(kv)), kv)
+
+    def test_what_is_not_there_is_looked_for_again_after_a_while(
+        self, store: TieredStore, disk: DiskStore, reads: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kv = make_kv()
+        for _ in range(2):
+            store.request([key_of(kv)])
+            await_ready(store, [key_of(kv)])
+        assert len(reads) == 1
+        disk.put(key_of(kv), kv)
+        monkeypatch.setattr("speccache_rag.store.tiered.ABSENT_S", 0.0)
+        store.request([key_of(kv)])
+        await_ready(store, [key_of(kv)])
+        assert_same(store.get(key_of(kv)), kv)
+
+    def test_requests_nobody_takes_are_forgotten(self, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("speccache_rag.store.tiered.KEPT_READS", 2)
+        keys = [key_of(make_kv(seed=seed)) for seed in range(5)]
+        store.request(keys)
+        await_ready(store, keys)
+        store.request(keys[:1])
+        assert len(store._reads) <= 3
+
+    def test_what_left_ram_is_read_again(self, tmp_path: Path) -> None:
         kvs = [make_kv(seed=seed) for seed in range(2)]
         with TieredStore(DiskStore(tmp_path / "store"), MemoryStore(max_bytes=kvs[0].nbytes)) as store:
             for kv in kvs:
                 store.put(key_of(kv), kv)
             for kv in (kvs[0], kvs[1], kvs[0]):
-                store.prefetch([key_of(kv)])
-                store._prefetches[key_of(kv)].result()
-            assert store._ram.contains(store._ram_key(key_of(kvs[0])))
+                store.request([key_of(kv)])
+                await_ready(store, [key_of(kv)])
+            assert list(store._ram.keys()) == [key_of(kvs[0])]
 
-    def test_prefetch_after_close_is_nothing(self, store: TieredStore) -> None:
+    def test_after_close_nothing_is_read_and_nothing_taken(self, store: TieredStore) -> None:
         store.close()
-        store.prefetch([key_of(make_kv())])
+        store.request([key_of(make_kv())])
+        assert not store.put_soon(key_of(make_kv()), make_kv(), print)
+
+
+class SlowReads:
+    """A reader whose reads (of `only` some keys) wait for `go`."""
+
+    def __init__(self, read: Callable[[ChunkKey], ChunkKV | None]) -> None:
+        self.read = read
+        self.reads: list[ChunkKey] = []
+        self.only: set[ChunkKey] | None = None
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, key: ChunkKey) -> ChunkKV | None:
+        self.reads.append(key)
+        self.began.set()
+        if self.only is None or key in self.only:
+            assert self.go.wait(timeout=30)
+        return self.read(key)

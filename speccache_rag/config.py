@@ -40,6 +40,16 @@ class SpecCacheConfig(BaseModel):
         default=None,
         description="Text in front of a chunk while it is captured; None takes the chat template's own header.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Variables for the chat template, such as enable_thinking."
+    )
+    tool_parser: str | None = Field(
+        default=None, description="vLLM's parser of tool calls, by name; None tells it from the chat template."
+    )
+    reasoning_parser: str | None = Field(
+        default=None,
+        description="vLLM's parser of reasoning, by name, or 'none'; None tells it from the chat template.",
+    )
     engine_options: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the engine (vLLM: AsyncEngineArgs by name)."
     )

@@ -15,6 +15,7 @@
     └── EngineError                 the inference engine
         ├── EngineStartError        it did not start
         ├── SelfCheckFailed         it started, and reuse was found to be wrong on it
+        ├── RequestTimeout          an answer took longer than the call allowed
         └── EngineClosed            it was closed
 
 The message names the value and the limit; `hint` names the remedy and is part of `str(error)`.
@@ -132,6 +133,12 @@ class SelfCheckFailed(EngineError):
     """The engine started, but reused KV was not equal to prefilled KV on it."""
 
     hint = "Reuse would give wrong answers here, so it is refused. Please report the model and the versions."
+
+
+class RequestTimeout(EngineError, TimeoutError):
+    """An answer took longer than the call's `timeout`; its request was freed."""
+
+    hint = "Raise timeout, or ask for fewer tokens with max_tokens."
 
 
 class EngineClosed(EngineError):

@@ -26,6 +26,7 @@ from speccache_rag.config import Scoring, SpecCacheConfig
 from speccache_rag.errors import ConfigurationError, EngineClosed, SpecCacheError
 from speccache_rag.hosting.doctor import Check, examine
 from speccache_rag.hosting.engine_host import EngineHost
+from speccache_rag.plan.call import Call
 from speccache_rag.plan.explanation import explain_request
 from speccache_rag.plan.planner import PreparedRequest, Prompt, prepare
 from speccache_rag.plan.scoring_models import ScoringModels
@@ -187,11 +188,14 @@ class SpecCache:
             policy: another selection policy than the configured one, for this call.
             recompute_ratio: likewise.
             scoring: likewise.
-            **sampling: vLLM `SamplingParams` by name: max_tokens, temperature, top_p, stop, seed, logprobs, ...
+            **sampling: vLLM `SamplingParams` by name: max_tokens (default: what the context leaves), temperature,
+                top_p, stop, seed, logprobs, ...; `timeout` in seconds; and for messages `tools` and `tool_choice` in
+                OpenAI's shapes, `parallel_tool_calls`, and `chat_template_kwargs` for the chat template.
 
         Raises:
             PromptError: the prompt cannot be served (too long, no chat template, ...).
             ConfigurationError: an option is unknown or out of range.
+            RequestTimeout: the answer took longer than `timeout`.
             EngineError: the engine failed.
         """
         deltas = self.stream(prompt, policy=policy, recompute_ratio=recompute_ratio, scoring=scoring, **sampling)
@@ -207,8 +211,9 @@ class SpecCache:
         **sampling: Any,
     ) -> Generator[Delta, None, None]:
         """Like `generate`, piece by piece. Nothing runs before the first `next`; closing it frees the request."""
-        prepared = self._prepare(prompt, policy, recompute_ratio, scoring, sampling)
-        yield from self._open().loop.iterate(lambda: self._deltas(prepared))
+        call = Call.of(prompt, sampling, self.config, self.tokenizer)
+        prepared = self._prepare(call.prompt, policy, recompute_ratio, scoring, call.sampling)
+        yield from self._open().loop.iterate(lambda: self._answer(call, prepared))
 
     async def agenerate(
         self,
@@ -233,8 +238,9 @@ class SpecCache:
         **sampling: Any,
     ) -> AsyncGenerator[Delta, None]:
         """`stream` for an event loop."""
-        prepared = await asyncio.to_thread(self._prepare, prompt, policy, recompute_ratio, scoring, sampling)
-        async with contextlib.aclosing(self._open().loop.aiterate(lambda: self._deltas(prepared))) as deltas:
+        call = await asyncio.to_thread(lambda: Call.of(prompt, sampling, self.config, self.tokenizer))
+        prepared = await asyncio.to_thread(self._prepare, call.prompt, policy, recompute_ratio, scoring, call.sampling)
+        async with contextlib.aclosing(self._open().loop.aiterate(lambda: self._answer(call, prepared))) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -249,7 +255,8 @@ class SpecCache:
         scoring: Scoring | None = None,
     ) -> Explanation:
         """What would be loaded, recomputed and computed fresh, token by token; generates nothing."""
-        return explain_request(self._prepare(prompt, policy, recompute_ratio, scoring, {}))
+        call = Call.of(prompt, {}, self.config, self.tokenizer)
+        return explain_request(self._prepare(call.prompt, policy, recompute_ratio, scoring, {}))
 
     def stats(self) -> dict[str, Any]:
         """Totals since this object was made, and the number of known chunks if the engine runs."""
@@ -344,9 +351,13 @@ class SpecCache:
             sampling=sampling,
         )
 
-    async def _deltas(self, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
+    def _answer(self, call: Call, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
         """Runs on the engine's loop."""
+        return call.answer(self._deltas(prepared), prepared.prompt.token_ids)
+
+    async def _deltas(self, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
         text, n_new, ttft_s = "", 0, 0.0
+        token_ids: tuple[int, ...] = ()
         logprobs: list[Mapping[int, float]] = []
         async with contextlib.aclosing(self._open().engine.generate(prepared.request)) as pieces:
             async for piece in pieces:
@@ -354,6 +365,7 @@ class SpecCache:
                     ttft_s = time.perf_counter() - prepared.started
                 text += piece.text
                 n_new += piece.n_new_tokens
+                token_ids += tuple(piece.token_ids)
                 logprobs += piece.logprobs or []
                 completion = None
                 if piece.outcome is not None:
@@ -364,7 +376,8 @@ class SpecCache:
                     placed = {p.chunk.key: p.chunk for p in prepared.prompt.placements}
                     self._recaptures.begin(chunk for key, chunk in placed.items() if key in report.missed_keys)
                 if piece.text or completion is not None:
-                    yield Delta(piece.text, completion)
+                    yield Delta(piece.text, completion, token_ids=token_ids)
+                    token_ids = ()
 
     async def _capture(self, chunk: Chunk) -> None:
         await warm_chunks(self._open().engine, self._library, None, [chunk])

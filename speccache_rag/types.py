@@ -203,6 +203,27 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that an answer asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it: a small model's may not parse."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a streamed tool call. Its first piece carries `id` and `name`; `arguments` add up."""
+
+    index: int
+    """Which of the answer's tool calls."""
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished answer."""
 
@@ -212,6 +233,9 @@ class Completion:
     finish_reason: str | None
     logprobs: list[Mapping[int, float]] | None = None
     """One {token id: logprob} per new token, where logprobs were asked for."""
+    reasoning: str | None = None
+    """What the model thought before it answered, where its notation is known; no part of `text`."""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +244,10 @@ class Delta:
 
     text: str
     completion: Completion | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """The new tokens since the piece before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ FLAGS = {
     "model": ("--model", "--target"),
     "speculative_model": ("--speculative", "--speculative-model"),
     "policy_options": ("--policy-option",),
+    "chat_template_kwargs": ("--chat-template-kwarg",),
     "engine_options": ("--engine-option",),
 }
 """Where the flag is not simply the name of the field."""

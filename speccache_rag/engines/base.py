@@ -96,6 +96,8 @@ class EngineDelta:
     finish_reason: str | None = None
     outcome: ReuseOutcome | None = None
     logprobs: Sequence[Mapping[int, float]] | None = None
+    token_ids: Sequence[int] = ()
+    """The new tokens."""
 
 
 class Engine(Protocol):

@@ -44,7 +44,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._loop: LoopThread | None = None
         self._catalogue: Catalogue | None = None
-        self._libraries: dict[tuple[str | None, str | None], ChunkLibrary] = {}
+        self._libraries: dict[tuple[str | None, str | None, str], ChunkLibrary] = {}
         self._scorers: dict[tuple[str, LayerRange], SpeculativeScorer] = {}
 
     @property
@@ -88,13 +88,15 @@ class EngineHost:
         """The known chunks under a configuration's tenant and anchor."""
         facts = self.engine.facts
         with self._lock:
-            library = self._libraries.get((config.tenant, config.anchor))
+            key = (config.tenant, config.anchor, json.dumps(config.chat_template_kwargs, sort_keys=True, default=str))
+            library = self._libraries.get(key)
             if library is None:
-                anchor = config.anchor if config.anchor is not None else self.tokenizer.header()
+                given = config.anchor
+                anchor = given if given is not None else self.tokenizer.header(config.chat_template_kwargs)
                 anchor_ids = self.tokenizer.assemble(anchor, [], add_bos=not self.tokenizer.has_chat_template).token_ids
                 namespace = Namespace(facts.fingerprint, facts.dtype, facts.rope, anchor_ids, config.tenant)
                 library = ChunkLibrary(self.tokenizer, namespace, self._open_catalogue(), anchor, facts.max_model_len)
-                self._libraries[config.tenant, config.anchor] = library
+                self._libraries[key] = library
             return library
 
     def _open_catalogue(self) -> Catalogue:

@@ -14,6 +14,7 @@ from speccache_rag.config import Scoring
 from speccache_rag.engines.base import EngineRequest, ReuseOutcome
 from speccache_rag.errors import ContextOverflow, PromptError
 from speccache_rag.plan.scoring_models import MissingKV, ScoringModels
+from speccache_rag.prompt.chat import Chat
 from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.scoring.alignment import align_scores
 from speccache_rag.scoring.importance import SpeculativeScorer
@@ -21,8 +22,8 @@ from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.selection.base import SelectionPolicy
 from speccache_rag.types import AssembledPrompt, ChunkKey, Placement, PrefillReport, Selection
 
-Prompt = str | Sequence[Mapping[str, str]]
-"""A prompt as text, or as chat messages with "role" and "content"."""
+Prompt = str | Chat | Sequence[Mapping[str, Any]]
+"""A prompt as text, or as chat messages with "role" and "content", which may stand in a `Chat`."""
 
 
 class PromptProbe:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from speccache_rag.errors import ConfigurationError, EmptyChunk, PromptError
+from speccache_rag.prompt.chat import Chat
 from speccache_rag.prompt.templates import CONTEXT_MARK, ChatTemplate, text_before
 from speccache_rag.types import AssembledPrompt, ChunkMatch, Offsets, Placement
 
@@ -61,19 +63,20 @@ class PromptTokenizer:
         """Token ids of template text; control tokens in it are control tokens."""
         return _encode(self._template_voice, text)[0]
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, chat: Chat | Sequence[Mapping[str, Any]]) -> str:
         """The prompt string of a chat, up to where the answer begins; every text in it as it is (`ChatTemplate`).
 
         Raises:
             PromptError: the tokenizer has no chat template, or its template refuses these messages.
         """
-        return self._chat.render(messages)
+        return self._chat.render(chat)
 
-    def header(self) -> str:
+    def header(self, template_kwargs: Mapping[str, Any] | None = None) -> str:
         """The text the chat template puts in front of a single user message; "" without a template."""
         if not self.has_chat_template:
             return ""
-        return text_before(self.render([{"role": "user", "content": CONTEXT_MARK}]), CONTEXT_MARK) or ""
+        asked = Chat([{"role": "user", "content": CONTEXT_MARK}], template_kwargs=template_kwargs or {})
+        return text_before(self.render(asked), CONTEXT_MARK) or ""
 
     def assemble(self, text: str, matches: Sequence[ChunkMatch], *, add_bos: bool = False) -> AssembledPrompt:
         """Join the stored tokens of matched chunks and the tokens of the text between them.

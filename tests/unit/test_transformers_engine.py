@@ -187,7 +187,7 @@ def test_a_bad_sampling_option_is_named(sampling: dict[str, Any], named: str) ->
 
 def test_sampling_defaults_are_those_of_vllm() -> None:
     options = checked(SamplingOptions, "sampling", {"max_tokens": None, "stop": "\n"})
-    assert (options.max_tokens, options.temperature, options.top_p, options.stop) == (16, 1.0, 1.0, ("\n",))
+    assert (options.max_tokens, options.temperature, options.top_p, options.stop) == (None, 1.0, 1.0, ("\n",))
 
 
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))

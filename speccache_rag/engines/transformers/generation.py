@@ -28,10 +28,13 @@ class Generation:
         if n >= target.max_model_len:
             raise ContextOverflow(f"The prompt has {n} tokens; the model's context is {target.max_model_len}.")
         self._target, self._store, self._request, self._options = target, store, request, options
-        self._limit = min(options.max_tokens, target.max_model_len - n)
+        room = target.max_model_len - n
+        self._limit = room if options.max_tokens is None else min(options.max_tokens, room)
         self._stop_ids = {*options.stop_token_ids, *(() if options.ignore_eos else target.eos_ids)}
         self._sampler = Sampler(options, self._stop_ids)
-        self._text = AnswerText(target.tokenizer, request.prompt.token_ids, options.stop)
+        self._text = AnswerText(
+            target.tokenizer, request.prompt.token_ids, options.stop, skip_special=options.skip_special_tokens
+        )
         self._prefilled: Prefilled | None = None
         self._new: list[int] = []
 
@@ -53,6 +56,7 @@ class Generation:
             finish_reason=reason,
             outcome=prefilled.outcome if reason is not None else None,
             logprobs=None if logprobs is None else [logprobs],
+            token_ids=(token,),
         )
 
     def _take(self, token: int) -> tuple[str, str | None]:

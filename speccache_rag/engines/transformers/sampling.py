@@ -33,7 +33,7 @@ class SamplingOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_tokens: int = Field(default=16, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, description="None: what the context leaves.")
     min_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -43,6 +43,7 @@ class SamplingOptions(BaseModel):
     stop: Annotated[tuple[StopString, ...], BeforeValidator(_as_tuple)] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = Field(default=None, ge=0, description="So many top tokens, and the chosen one.")
 
 

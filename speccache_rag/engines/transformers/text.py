@@ -11,13 +11,17 @@ from tokenizers.decoders import DecodeStream
 class AnswerText:
     """The text of one answer.
 
-    Control tokens have no text. A character whose bytes come in several tokens appears with the last of them.
+    Control tokens have no text, unless `skip_special` is False. A character whose bytes come in several tokens appears
+    with the last of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str], *, skip_special: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         # The prompt decides how the first new token is spelled (a leading space or none).
-        self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=True)
+        self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip_special)
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False
@@ -46,7 +50,7 @@ class AnswerText:
             # Bytes that are no UTF-8 can make earlier text come out differently, and the stream refuses to go on.
             if not str(error).startswith("Invalid prefix"):
                 raise
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
             return self._stream.step(self._tokenizer, token_id) or ""
 
     def _n_uncertain(self) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from speccache_rag.engines.base import Engine
+from speccache_rag.engines.readers import AnswerReader, ReaderRequest
 from speccache_rag.engines.vllm.frontend.versions import check_version
 
 
@@ -20,3 +21,16 @@ def vllm_engine(model: Path, options: dict[str, Any], store: dict[str, Any]) -> 
     from speccache_rag.engines.vllm.frontend.engine import VllmEngine
 
     return VllmEngine(model, options, store)
+
+
+def vllm_reader(request: ReaderRequest) -> AnswerReader:
+    """A reader over vLLM's own reasoning and tool parsers. They need vLLM installed, and none of its engines running.
+
+    Raises:
+        UnsupportedVersion: vLLM is missing or outside the supported window.
+        ConfigurationError: see `VllmReader`.
+    """
+    check_version()
+    from speccache_rag.engines.vllm.frontend.reader import VllmReader
+
+    return VllmReader(request)

@@ -230,7 +230,8 @@ class VllmEngine:
         logprobs = None
         if answer.logprobs is not None:
             logprobs = [{i: entry.logprob for i, entry in token.items()} for token in answer.logprobs]
-        return EngineDelta(answer.text, len(answer.token_ids), output.finished, answer.finish_reason, outcome, logprobs)
+        ids = tuple(answer.token_ids)
+        return EngineDelta(answer.text, len(ids), output.finished, answer.finish_reason, outcome, logprobs, ids)
 
 
 @contextmanager

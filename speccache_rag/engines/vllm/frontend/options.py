@@ -61,6 +61,7 @@ def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any
 def sampling_params(options: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> SamplingParams:
     """vLLM's `SamplingParams` from options by name; None values count as not given.
 
+    Without `max_tokens` the answer may take what the context leaves, as vLLM's server has it.
     `structured_outputs` (guided decoding) may be a dict of vLLM's `StructuredOutputsParams`: {"json": schema}, ...
 
     Raises:
@@ -72,13 +73,13 @@ def sampling_params(options: Mapping[str, Any], kv_transfer_params: Mapping[str,
         usual = "max_tokens, temperature, top_p, top_k, min_p, seed, stop, logprobs, presence_penalty, ..."
         raise ConfigurationError(
             f"Unknown sampling option {', '.join(map(repr, unknown))}.",
-            hint=f"Options are vLLM's SamplingParams: {usual}",
+            hint=f"Options are vLLM's SamplingParams: {usual} Template variables go into chat_template_kwargs.",
         )
     extra = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None
     try:
         if isinstance(given.get("structured_outputs"), Mapping):
             given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
-        params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA, extra_args=extra)
+        params = SamplingParams(**{"max_tokens": None, **given}, output_kind=RequestOutputKind.DELTA, extra_args=extra)
         # What vLLM's engine process cannot read, such as a seed that is a string, would stop it for good.
         MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
     except (ValueError, TypeError, OverflowError, ValidationError, msgspec.MsgspecError, VLLMClientError) as error:

@@ -126,7 +126,7 @@ class Engine(Protocol):
         ...
 
     async def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
-        """float32 [T]: squared L2 distance of stored from true KV at layer index `layer` (see selection.base.Probe).
+        """float32 [T]: squared L2 distance of stored from true KV at layer index `layer` (see scoring/questions.py).
 
         NaN outside chunks, 0 in chunks without stored KV.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from speccache_rag.prompt.chat import Chat
 from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.scoring.alignment import align_scores
 from speccache_rag.scoring.importance import SpeculativeScorer
-from speccache_rag.scoring.layers import LayerRange
+from speccache_rag.scoring.questions import Importance, KVDeviation, QueryAttention, Question
 from speccache_rag.selection.base import SelectionPolicy
 from speccache_rag.types import AssembledPrompt, ChunkKey, Placement, PrefillReport, Selection
 
@@ -40,29 +40,30 @@ class PromptProbe:
         """How: "online" or "cached" importance, "attended", "deviation"."""
         self.seconds = 0.0
 
-    def importance(self, layers: LayerRange = "last_third") -> np.ndarray:
-        """float32 [T] (see selection.base.Probe)."""
+    def answer(self, question: Question) -> np.ndarray:
+        """float32 [T] (see scoring/questions.py).
 
+        Where the speculative model lacks KV of some chunk, importance is scored online instead of its attention, and
+        `scoring` says so.
+        """
+        if isinstance(question, Importance):
+            return self._importance(question)
+        if isinstance(question, KVDeviation):
+            deviation = question
+            return self._answer("deviation", lambda: self._models.kv_deviation(self._prompt, deviation))
+        attention: QueryAttention = question
+        try:
+            return self._answer("attended", lambda: self._models.query_attention(self._prompt, attention))
+        except MissingKV:
+            self._scoring = "online"
+            return self._importance(Importance(question.layers))
+
+    def _importance(self, question: Importance) -> np.ndarray:
         def score() -> np.ndarray:
-            scorer = self._models.scorer(layers)
+            scorer = self._models.scorer(question.layers)
             return self._online(scorer) if self._scoring == "online" else self._cached(scorer)
 
         return self._answer(self._scoring, score)
-
-    def kv_deviation(self, *, layer: int, of: Literal["value", "key"]) -> np.ndarray:
-        """float32 [T] (see selection.base.Probe)."""
-        return self._answer("deviation", lambda: self._models.kv_deviation(self._prompt, layer, of))
-
-    def query_attention(self, *, scorer: Literal["speculative", "target"], layers: LayerRange) -> np.ndarray:
-        """float32 [T] (see selection.base.Probe).
-
-        Where the speculative model lacks KV of some chunk, importance is scored online, and `scoring` says so.
-        """
-        try:
-            return self._answer("attended", lambda: self._models.query_attention(self._prompt, scorer, layers))
-        except MissingKV:
-            self._scoring = "online"
-            return self.importance(layers)
 
     def _answer(self, scoring: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
         started = time.perf_counter()
@@ -159,7 +160,8 @@ def prepare(
     selection: Selection | None = None
     if policy.reuses and usable.placements:
         prefetch([placement.chunk.key for placement in usable.placements])  # read beside scoring
-        selection = policy.select(usable, recompute_ratio, probe)
+        answers = {question: probe.answer(question) for question in policy.questions_about(usable, recompute_ratio)}
+        selection = policy.select(usable, recompute_ratio, answers)
     request = EngineRequest(usable if selection is not None else assembled, selection, sampling)
     report = PrefillReport(
         prompt_tokens=assembled.n_tokens,

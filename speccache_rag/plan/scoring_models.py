@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from speccache_rag.hosting.engine_host import EngineHost
 from speccache_rag.scoring.alignment import align_scores
 from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.scoring.layers import LayerRange
+from speccache_rag.scoring.questions import KVDeviation, QueryAttention
 from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, WarmReport
 
 logger = logging.getLogger(__name__)
@@ -50,20 +50,19 @@ class ScoringModels:
             raise _no_speculative_model()
         return found
 
-    def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
-        """float32 [T], by the target (see engines.base.Engine)."""
-        return self._host.loop.run(self._host.engine.kv_deviation(prompt, layer, of))
+    def kv_deviation(self, prompt: AssembledPrompt, question: KVDeviation) -> np.ndarray:
+        """float32 [T], by the target (see scoring/questions.py)."""
+        return self._host.loop.run(self._host.engine.kv_deviation(prompt, question.layer, question.of))
 
-    def query_attention(
-        self, prompt: AssembledPrompt, scorer: Literal["speculative", "target"], layers: LayerRange
-    ) -> np.ndarray:
-        """float32 [T], by either model (see engines.base.Engine).
+    def query_attention(self, prompt: AssembledPrompt, question: QueryAttention) -> np.ndarray:
+        """float32 [T], by either model (see scoring/questions.py).
 
         Raises:
             ConfigurationError: the scorer is "speculative" and none is configured.
             MissingKV: it is, and has no KV of some chunk.
         """
-        if scorer == "target":
+        layers = question.layers
+        if question.scorer == "target":
             return self._host.loop.run(self._host.engine.query_attention(prompt, layers))
         host, library = self._speculative()
         matches = library.match(prompt.text)

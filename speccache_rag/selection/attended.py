@@ -1,4 +1,4 @@
-"""What the question looks at: a query-aware sibling of the paper's score (docs/policies.md)."""
+"""`attended`: the tokens the query attends to, a query-aware sibling of the paper's score (docs/policies.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.scoring.layers import LayerRange, counted_layers
-from speccache_rag.selection.base import Probe, SelectionPolicy, chunk_scores, top_k
+from speccache_rag.scoring.questions import QueryAttention, Question
+from speccache_rag.selection.base import Answers, SelectionPolicy, chunk_scores, top_k
 from speccache_rag.types import AssembledPrompt
 
 
@@ -29,19 +30,11 @@ class Attended(SelectionPolicy):
             raise ConfigurationError(f"scorer is {self.scorer!r}; it must be 'speculative' or 'target'.")
         counted_layers(1, self.layers)
 
-    @property
-    def needs_speculative_model(self) -> bool:
-        """True unless the target scores for itself."""
-        return self.scorer == "speculative"
+    def questions(self) -> tuple[Question, ...]:
+        """The attention of the query in the scorer's layers."""
+        return (QueryAttention(self.scorer, self.layers),)
 
-    @property
-    def needs_speculative_kv(self) -> bool:
-        """As `needs_speculative_model`."""
-        return self.needs_speculative_model
-
-    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
+    def choose(self, prompt: AssembledPrompt, budget: int, answers: Answers) -> np.ndarray:
         """Positions, int64, at most `budget`."""
-        if budget <= 0 or budget >= prompt.n_chunk_tokens:
-            return prompt.chunk_positions()[: max(0, budget)]
-        attention = probe.query_attention(scorer=self.scorer, layers=self.layers)
-        return top_k(prompt, chunk_scores(prompt, attention, "query attention"), budget)
+        (question,) = self.questions()
+        return top_k(prompt, chunk_scores(prompt, answers[question], "query attention"), budget)

@@ -4,50 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar
 
 import numpy as np
 
 from speccache_rag.errors import ConfigurationError
-from speccache_rag.scoring.layers import LayerRange
+from speccache_rag.scoring.questions import Importance, QueryAttention, Question
 from speccache_rag.types import AssembledPrompt, Selection
 
-
-class Probe(Protocol):
-    """What a policy may ask about a prompt. A policy pays only for what it asks."""
-
-    def importance(self, layers: LayerRange = "last_third") -> np.ndarray:
-        """float32 [T] over prompt tokens: the speculative model's importance score I_i (paper section 2.2).
-
-        Tokens outside chunks may be NaN. `layers` are the layers whose norms are averaged.
-
-        Raises:
-            ConfigurationError: no speculative model is configured.
-        """
-        ...
-
-    def kv_deviation(self, *, layer: int, of: Literal["value", "key"]) -> np.ndarray:
-        """float32 [T] over prompt tokens: squared L2 distance between stored and true KV at `layer` of the target.
-
-        True KV is that of a full prefill of this prompt. Tokens outside chunks may be NaN. Costs the target's first
-        `layer + 1` layers over the whole reuse region; layer 0 never deviates.
-
-        Raises:
-            ConfigurationError: the model has no such layer.
-        """
-        ...
-
-    def query_attention(self, *, scorer: Literal["speculative", "target"], layers: LayerRange) -> np.ndarray:
-        """float32 [T] over prompt tokens: the attention that the query pays them in `layers` of the scoring model.
-
-        The mean over query tokens of the maximum over heads and layers of the attention probability, where the scorer
-        reuses its own chunk KV and runs only what is not in a chunk. Tokens outside chunks may be NaN.
-
-        Raises:
-            ConfigurationError: the scorer is "speculative" and no speculative model is configured.
-        """
-        ...
+Answers = Mapping[Question, np.ndarray]
+"""What was asked about a prompt: one float32 [T] over its tokens for each question (scoring/questions.py)."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +24,38 @@ class SelectionPolicy(ABC):
 
     reuses: ClassVar[bool] = True
     """False where no stored KV is used at all, so that the engine prefills plainly."""
+    fixed_ratio: ClassVar[float | None] = None
+    """The ratio of a policy that has one of its own, whatever is asked for; None for all others."""
+
+    def questions(self) -> tuple[Question, ...]:
+        """What `choose` has to know about a prompt; a policy pays only for what it asks."""
+        return ()
 
     @property
     def needs_speculative_model(self) -> bool:
-        """True where `choose` asks the probe for something that a speculative model answers."""
-        return False
+        """Whether a speculative model answers one of the questions."""
+        return self.needs_speculative_kv or any(isinstance(q, Importance) for q in self.questions())
 
     @property
     def needs_speculative_kv(self) -> bool:
-        """True where the speculative model should have chunk KV of its own, made when chunks are warmed."""
-        return False
+        """Whether the speculative model should have chunk KV of its own, made when chunks are warmed."""
+        return any(isinstance(q, QueryAttention) and q.scorer == "speculative" for q in self.questions())
 
     @abstractmethod
-    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
-        """Positions to recompute, int64, in any order; at most `budget` (K) unless the policy documents its slack."""
+    def choose(self, prompt: AssembledPrompt, budget: int, answers: Answers) -> np.ndarray:
+        """Positions to recompute, int64, in any order; at most `budget` (K) unless the policy documents its slack.
 
-    def select(self, prompt: AssembledPrompt, recompute_ratio: float, probe: Probe) -> Selection:
-        """`choose` under K = ceil(recompute_ratio * N), N the chunk tokens; sorted and unique.
+        Args:
+            prompt: its placements are the chunks to choose from (docs/policies.md says which those are).
+            budget: more than 0, and less than the number of chunk tokens.
+            answers: one for each of `questions()`.
+        """
+
+    def budget(self, prompt: AssembledPrompt, recompute_ratio: float) -> int:
+        """K = ceil(rho * N), N being the tokens to choose from.
 
         Raises:
-            ConfigurationError: the ratio is outside [0, 1], or the policy chose something else than chunk tokens.
+            ConfigurationError: the ratio is outside [0, 1].
         """
         if not 0.0 <= recompute_ratio <= 1.0:
             raise ConfigurationError(
@@ -83,14 +63,31 @@ class SelectionPolicy(ABC):
                 hint="0 reuses every chunk token, 1 recomputes all of them.",
             )
         n = prompt.n_chunk_tokens
-        chosen = np.asarray(self.choose(prompt, budget(recompute_ratio, n), probe) if n else [])
+        ratio = recompute_ratio if self.fixed_ratio is None else self.fixed_ratio
+        # Guarded against float dust: 0.15 * 100 is 15, not 15.000000000000002.
+        return min(n, math.ceil(ratio * n - 1e-9))
+
+    def questions_about(self, prompt: AssembledPrompt, recompute_ratio: float) -> tuple[Question, ...]:
+        """What has to be asked before `select`: nothing where the budget is none or all, so that nothing is chosen."""
+        return self.questions() if 0 < self.budget(prompt, recompute_ratio) < prompt.n_chunk_tokens else ()
+
+    def select(self, prompt: AssembledPrompt, recompute_ratio: float, answers: Answers) -> Selection:
+        """The positions to recompute, sorted and unique: none, all, or what `choose` says.
+
+        Raises:
+            ConfigurationError: the ratio is outside [0, 1], or the policy chose something else than chunk tokens.
+        """
+        budget, positions = self.budget(prompt, recompute_ratio), prompt.chunk_positions()
+        if not 0 < budget < len(positions):
+            return Selection(positions[:budget], recompute_ratio, len(positions))
+        chosen = np.asarray(self.choose(prompt, budget, answers))
         # A mask would be read as positions 0 and 1, and a position outside chunks would count as a chunk token.
-        if chosen.size and (chosen.dtype.kind not in "iu" or not np.isin(chosen, prompt.chunk_positions()).all()):
+        if chosen.size and (chosen.dtype.kind not in "iu" or not np.isin(chosen, positions).all()):
             raise ConfigurationError(
                 f"{type(self).__name__}.choose gave {chosen!r}, which are not positions of chunk tokens.",
                 hint="Return integers out of prompt.chunk_positions().",
             )
-        return Selection(np.unique(chosen).astype(np.int64), recompute_ratio, n)
+        return Selection(np.unique(chosen).astype(np.int64), recompute_ratio, len(positions))
 
 
 def chunk_scores(prompt: AssembledPrompt, scores: np.ndarray, what: str) -> np.ndarray:
@@ -113,11 +110,6 @@ def top_k(prompt: AssembledPrompt, scores: np.ndarray, k: int) -> np.ndarray:
     """Positions of the `k` chunk tokens with the largest of `scores` [N]; ties by position."""
     ranking = np.argsort(-scores, kind="stable")
     return prompt.chunk_positions()[ranking[:k]]
-
-
-def budget(recompute_ratio: float, n_chunk_tokens: int) -> int:
-    """K = ceil(rho * N). Guarded against float dust: 0.15 * 100 is 15, not 15.000000000000002."""
-    return min(n_chunk_tokens, math.ceil(recompute_ratio * n_chunk_tokens - 1e-9))
 
 
 def check_number(name: str, value: object, *, low: float, high: float = math.inf, whole: bool = False) -> None:

@@ -7,28 +7,31 @@ from typing import ClassVar
 
 import numpy as np
 
-from speccache_rag.selection.base import Probe, SelectionPolicy, check_number
+from speccache_rag.selection.base import Answers, SelectionPolicy, check_number
 from speccache_rag.types import AssembledPrompt
 
 
+class End(SelectionPolicy):
+    """One of the two ends, at which there is nothing to choose."""
+
+    def choose(self, prompt: AssembledPrompt, budget: int, answers: Answers) -> np.ndarray:
+        """The first `budget` chunk positions; the budget of an end is none of them or all."""
+        return prompt.chunk_positions()[:budget]
+
+
 @dataclass(frozen=True)
-class FullReuse(SelectionPolicy):
+class FullReuse(End):
     """Recompute no chunk token, whatever the ratio: the fastest, and the worst in quality."""
 
-    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
-        """Nothing."""
-        return np.empty(0, dtype=np.int64)
+    fixed_ratio: ClassVar[float | None] = 0.0
 
 
 @dataclass(frozen=True)
-class FullRecompute(SelectionPolicy):
+class FullRecompute(End):
     """Plain prefill, whatever the ratio: no stored KV is used. The reference for quality and TTFT."""
 
     reuses: ClassVar[bool] = False
-
-    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
-        """Every chunk position."""
-        return prompt.chunk_positions()
+    fixed_ratio: ClassVar[float | None] = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class RandomSelection(SelectionPolicy):
     def __post_init__(self) -> None:
         check_number("seed", self.seed, low=0, whole=True)
 
-    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
+    def choose(self, prompt: AssembledPrompt, budget: int, answers: Answers) -> np.ndarray:
         """`budget` chunk positions, int64, in random order."""
         generator = np.random.default_rng([self.seed, prompt.n_tokens])
         return generator.permutation(prompt.chunk_positions())[:budget]

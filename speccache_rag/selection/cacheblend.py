@@ -8,7 +8,8 @@ from typing import Literal
 import numpy as np
 
 from speccache_rag.errors import ConfigurationError
-from speccache_rag.selection.base import Probe, SelectionPolicy, check_number, chunk_scores, top_k
+from speccache_rag.scoring.questions import KVDeviation, Question
+from speccache_rag.selection.base import Answers, SelectionPolicy, check_number, chunk_scores, top_k
 from speccache_rag.types import AssembledPrompt
 
 
@@ -29,9 +30,11 @@ class CacheBlend(SelectionPolicy):
         if self.of not in ("value", "key"):
             raise ConfigurationError(f"of is {self.of!r}; it must be 'value' or 'key'.")
 
-    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
+    def questions(self) -> tuple[Question, ...]:
+        """The deviation of stored KV in one layer."""
+        return (KVDeviation(self.of, self.layer),)
+
+    def choose(self, prompt: AssembledPrompt, budget: int, answers: Answers) -> np.ndarray:
         """Positions, int64, at most `budget`."""
-        if budget <= 0 or budget >= prompt.n_chunk_tokens:
-            return prompt.chunk_positions()[: max(0, budget)]
-        deviation = probe.kv_deviation(layer=self.layer, of=self.of)
-        return top_k(prompt, chunk_scores(prompt, deviation, "KV deviation"), budget)
+        (question,) = self.questions()
+        return top_k(prompt, chunk_scores(prompt, answers[question], "KV deviation"), budget)

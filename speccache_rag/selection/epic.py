@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speccache_rag.selection.base import Probe, SelectionPolicy
+from speccache_rag.selection.base import Answers, SelectionPolicy
 from speccache_rag.types import AssembledPrompt
 
 
@@ -18,7 +18,7 @@ class Epic(SelectionPolicy):
     so that policies are compared at equal numbers of tokens.
     """
 
-    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
+    def choose(self, prompt: AssembledPrompt, budget: int, answers: Answers) -> np.ndarray:
         """Positions, int64, at most `budget`."""
         offsets = np.concatenate([np.arange(p.length) for p in prompt.placements])
         # Sorted by place in the chunk, then by prompt position: the first tokens of all chunks, the second ones, ...

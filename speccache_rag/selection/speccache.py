@@ -9,8 +9,9 @@ import numpy as np
 
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.scoring.layers import LayerRange, counted_layers
+from speccache_rag.scoring.questions import Importance, Question
 from speccache_rag.selection import spans
-from speccache_rag.selection.base import Probe, SelectionPolicy, check_number, chunk_scores
+from speccache_rag.selection.base import Answers, SelectionPolicy, check_number, chunk_scores
 from speccache_rag.types import AssembledPrompt
 
 
@@ -44,24 +45,20 @@ class SpecCachePolicy(SelectionPolicy):
             raise ConfigurationError(f"complete is {self.complete!r}; it must be true or false.")
         counted_layers(1, self.layers)
 
-    @property
-    def needs_speculative_model(self) -> bool:
-        """True: it scores the tokens."""
-        return True
+    def questions(self) -> tuple[Question, ...]:
+        """The importance of every token."""
+        return (Importance(self.layers),)
 
-    def choose(self, prompt: AssembledPrompt, budget: int, probe: Probe) -> np.ndarray:
+    def choose(self, prompt: AssembledPrompt, budget: int, answers: Answers) -> np.ndarray:
         """Positions by importance, int64; at most ceil((1 + completion_slack) * budget) of them.
 
         Raises:
-            ValueError: `probe.importance()` is not one finite score for each chunk token.
-            ConfigurationError: no speculative model is configured.
+            ValueError: the importance is not one finite score for each chunk token.
         """
+        (question,) = self.questions()
+        importance = chunk_scores(prompt, answers[question], "importance")
         positions = prompt.chunk_positions()
         n = len(positions)
-        if budget <= 0 or budget >= n:
-            # Nothing to rank: the probe, which may cost a forward pass, is not asked.
-            return positions[: max(0, budget)]
-        importance = chunk_scores(prompt, probe.importance(self.layers), "importance")
         ranking = np.argsort(-importance, kind="stable")  # stable: ties by position
         chosen = np.zeros(n, dtype=bool)
         chosen[ranking[:budget]] = True

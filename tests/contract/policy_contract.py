@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speccache_rag.selection.base import SelectionPolicy
-from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, Placement
+from speccache_rag.selection.base import Answers, SelectionPolicy
+from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, Placement, Selection
 
 FRESH_ID, QUERY_TOKENS = 1, 5
 
 
-@dataclass(frozen=True)
-class FixedProbe:
-    """A probe that answers every question with scores made beforehand."""
-
-    scores: np.ndarray
-
-    def importance(self, layers: str = "last_third") -> np.ndarray:
-        return self.scores
-
-    def kv_deviation(self, *, layer: int, of: str) -> np.ndarray:
-        return self.scores
-
-    def query_attention(self, *, scorer: str, layers: str) -> np.ndarray:
-        return self.scores
+def answers_of(policy: SelectionPolicy, scores: np.ndarray) -> Answers:
+    """The same scores for everything the policy asks."""
+    return dict.fromkeys(policy.questions(), scores)
 
 
 def make_chunk(name: str, n_tokens: int) -> Chunk:
@@ -53,7 +40,7 @@ def make_prompt(chunks: list[Chunk], gaps: list[int]) -> AssembledPrompt:
 
 
 @st.composite
-def scored_prompts(draw: st.DrawFn) -> tuple[AssembledPrompt, FixedProbe]:
+def scored_prompts(draw: st.DrawFn) -> tuple[AssembledPrompt, np.ndarray]:
     """Prompts of up to six chunks, one-token ones and repeats among them, with scores rich in ties."""
     known = [make_chunk(str(i), n) for i, n in enumerate(draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))]
     chunks = draw(st.lists(st.sampled_from(known), max_size=6))
@@ -64,7 +51,7 @@ def scored_prompts(draw: st.DrawFn) -> tuple[AssembledPrompt, FixedProbe]:
     outside = np.ones(prompt.n_tokens, dtype=bool)
     outside[prompt.chunk_positions()] = False
     scores[outside] = np.nan
-    return prompt, FixedProbe(scores)
+    return prompt, scores
 
 
 ratios = st.one_of(st.sampled_from([0.0, 0.15, 0.3, 1.0]), st.floats(0, 1))
@@ -82,18 +69,18 @@ class PolicyContract:
 
     @contract
     @given(scored_prompts(), ratios)
-    def test_sorted_unique_and_inside_chunks(self, case: tuple[AssembledPrompt, Any], ratio: float) -> None:
-        prompt, probe = case
-        positions = self.policy.select(prompt, ratio, probe).positions
+    def test_sorted_unique_and_inside_chunks(self, case: tuple[AssembledPrompt, np.ndarray], ratio: float) -> None:
+        prompt, scores = case
+        positions = self._select(prompt, ratio, scores).positions
         assert positions.dtype == np.int64
         assert (np.diff(positions) > 0).all()
         assert np.isin(positions, prompt.chunk_positions()).all()
 
     @contract
     @given(scored_prompts(), ratios)
-    def test_within_budget(self, case: tuple[AssembledPrompt, Any], ratio: float) -> None:
-        prompt, probe = case
-        selection = self.policy.select(prompt, ratio, probe)
+    def test_within_budget(self, case: tuple[AssembledPrompt, np.ndarray], ratio: float) -> None:
+        prompt, scores = case
+        selection = self._select(prompt, ratio, scores)
         k = math.ceil(ratio * prompt.n_chunk_tokens - 1e-9)
         assert selection.recompute_ratio == ratio
         assert selection.n_chunk_tokens == prompt.n_chunk_tokens
@@ -103,36 +90,50 @@ class PolicyContract:
 
     @contract
     @given(scored_prompts(), ratios)
-    def test_deterministic(self, case: tuple[AssembledPrompt, Any], ratio: float) -> None:
-        prompt, probe = case
+    def test_deterministic(self, case: tuple[AssembledPrompt, np.ndarray], ratio: float) -> None:
+        prompt, scores = case
         twin = make_prompt([p.chunk for p in prompt.placements], self._gaps(prompt))
-        first = self.policy.select(prompt, ratio, probe).positions
-        again = type(self.policy)(**vars(self.policy)).select(twin, ratio, FixedProbe(probe.importance().copy()))
+        first = self._select(prompt, ratio, scores).positions
+        other = type(self.policy)(**vars(self.policy))
+        again = other.select(twin, ratio, answers_of(other, scores.copy()))
         assert first.tolist() == again.positions.tolist()
 
     @contract
     @given(scored_prompts())
-    def test_the_two_ends(self, case: tuple[AssembledPrompt, Any]) -> None:
-        prompt, probe = case
+    def test_the_two_ends(self, case: tuple[AssembledPrompt, np.ndarray]) -> None:
+        prompt, scores = case
         if self.follows_ratio:
-            assert len(self.policy.select(prompt, 0.0, probe).positions) == 0
-            assert self.policy.select(prompt, 1.0, probe).positions.tolist() == prompt.chunk_positions().tolist()
+            assert len(self._select(prompt, 0.0, scores).positions) == 0
+            assert self._select(prompt, 1.0, scores).positions.tolist() == prompt.chunk_positions().tolist()
         else:
-            low, high = (self.policy.select(prompt, ratio, probe).positions for ratio in (0.0, 1.0))
+            low, high = (self._select(prompt, ratio, scores).positions for ratio in (0.0, 1.0))
             assert low.tolist() == high.tolist()
 
     @contract
     @given(scored_prompts(), ratios)
-    def test_input_is_left_alone(self, case: tuple[AssembledPrompt, Any], ratio: float) -> None:
-        prompt, probe = case
-        before = probe.importance().copy()
-        self.policy.select(prompt, ratio, probe)
-        np.testing.assert_array_equal(probe.importance(), before)
+    def test_input_is_left_alone(self, case: tuple[AssembledPrompt, np.ndarray], ratio: float) -> None:
+        prompt, scores = case
+        before = scores.copy()
+        self._select(prompt, ratio, scores)
+        np.testing.assert_array_equal(scores, before)
 
     def test_a_prompt_without_chunks(self) -> None:
-        selection = self.policy.select(make_prompt([], []), 0.5, FixedProbe(np.full(QUERY_TOKENS, np.nan)))
+        selection = self._select(make_prompt([], []), 0.5, np.full(QUERY_TOKENS, np.nan))
         assert len(selection.positions) == 0
         assert selection.effective_ratio == 0.0
+
+    @contract
+    @given(scored_prompts(), ratios)
+    def test_asks_nothing_where_nothing_is_chosen(self, case: tuple[AssembledPrompt, np.ndarray], ratio: float) -> None:
+        prompt, scores = case
+        asked = self.policy.questions_about(prompt, ratio)
+        assert asked in ((), self.policy.questions())
+        if not asked:
+            expected = self._select(prompt, ratio, scores).positions
+            assert self.policy.select(prompt, ratio, {}).positions.tolist() == expected.tolist()
+
+    def _select(self, prompt: AssembledPrompt, ratio: float, scores: np.ndarray) -> Selection:
+        return self.policy.select(prompt, ratio, answers_of(self.policy, scores))
 
     @staticmethod
     def _gaps(prompt: AssembledPrompt) -> list[int]:

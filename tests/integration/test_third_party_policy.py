@@ -24,7 +24,7 @@ class Edges(SelectionPolicy):
 
     first: bool = True
 
-    def choose(self, prompt, budget, probe):
+    def choose(self, prompt, budget, answers):
         distance = np.concatenate(
             [np.minimum(np.arange(p.length), np.arange(p.length)[::-1]) for p in prompt.placements]
         )

@@ -9,6 +9,7 @@ import pytest
 
 from speccache_rag import SpecCache
 from speccache_rag.errors import ConfigurationError
+from speccache_rag.scoring.questions import KVDeviation, QueryAttention
 from speccache_rag.types import Selection
 from tests.parity.engines import CHUNKS, ask, assert_same, prepared, written_kv
 from tests.parity.laws import THREE
@@ -20,7 +21,7 @@ from tests.tiny import tiny_model
 def test_kv_deviation_is_the_distance_of_reused_from_plain_kv(engine_sc: SpecCache, of: str, layer: int) -> None:
     prompt = prepared(engine_sc, THREE, policy="full_reuse").request.prompt
     nothing = Selection(np.empty(0, dtype=np.int64), 0.0, prompt.n_chunk_tokens)
-    found = engine_sc._models.kv_deviation(prompt, layer, of)  # type: ignore[arg-type]
+    found = engine_sc._models.kv_deviation(prompt, KVDeviation(of, layer))
     reused, plain = written_kv(engine_sc, prompt, nothing), written_kv(engine_sc, prompt, None)
     kind = "values" if of == "value" else "keys"
     distance = (getattr(reused, kind)[layer] - getattr(plain, kind)[layer]).square().sum(dim=(1, 2)).numpy()
@@ -33,21 +34,21 @@ def test_kv_deviation_is_the_distance_of_reused_from_plain_kv(engine_sc: SpecCac
 def test_kv_deviation_is_zero_in_layer_0(engine_sc: SpecCache) -> None:
     prompt = prepared(engine_sc, THREE, policy="full_reuse").request.prompt
     for of in ("value", "key"):
-        found = engine_sc._models.kv_deviation(prompt, 0, of)  # type: ignore[arg-type]
+        found = engine_sc._models.kv_deviation(prompt, KVDeviation(of, 0))
         assert np.nanmax(found) < 1e-6
 
 
 def test_an_unknown_layer_is_refused_and_the_engine_goes_on(engine_sc: SpecCache) -> None:
     options = {"policy": "cacheblend", "recompute_ratio": 0.2}
     with pytest.raises(ConfigurationError, match="Layer index 4"):
-        engine_sc._models.kv_deviation(prepared(engine_sc, THREE).request.prompt, 4, "value")
+        engine_sc._models.kv_deviation(prepared(engine_sc, THREE).request.prompt, KVDeviation(layer=4))
     assert ask(engine_sc, THREE, **options).text
 
 
 @pytest.mark.parametrize("layers", ["all", "last_third", "last"])
 def test_query_attention_is_a_share_of_one_and_looks_back_only(engine_sc: SpecCache, layers: str) -> None:
     prompt = prepared(engine_sc, THREE, policy="full_reuse").request.prompt
-    found = engine_sc._models.query_attention(prompt, "target", layers)  # type: ignore[arg-type]
+    found = engine_sc._models.query_attention(prompt, QueryAttention("target", layers))
     assert found.shape == (prompt.n_tokens,)
     assert np.isfinite(found).all()
     assert (found >= 0).all()
@@ -60,7 +61,7 @@ def test_what_was_kept_of_another_header_changes_nothing(engine_sc: SpecCache) -
     def attention(header: str) -> np.ndarray:
         messages = [{"role": "system", "content": header}, *THREE]
         prompt = prepared(engine_sc, messages, policy="full_reuse").request.prompt
-        return engine_sc._models.query_attention(prompt, "target", "all")
+        return engine_sc._models.query_attention(prompt, QueryAttention("target", "all"))
 
     first, other, again, twice = (attention(header) for header in ("One. ", "Quite another one. ", "One. ", "One. "))
     assert len(other) > len(first)
@@ -76,13 +77,13 @@ def test_both_engines_answer_the_same(sc: SpecCache, tsc: SpecCache) -> None:
     assert prompts[0].token_ids == prompts[1].token_ids
     for layers in ("all", "last_third", "last"):
         ours, theirs = (
-            running._models.query_attention(prompt, "target", layers)  # type: ignore[arg-type]
+            running._models.query_attention(prompt, QueryAttention("target", layers))
             for running, prompt in zip((sc, tsc), prompts, strict=True)
         )
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     for of in ("value", "key"):
         ours, theirs = (
-            running._models.kv_deviation(prompt, 1, of)  # type: ignore[arg-type]
+            running._models.kv_deviation(prompt, KVDeviation(of))
             for running, prompt in zip((sc, tsc), prompts, strict=True)
         )
         np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-3)
@@ -104,8 +105,8 @@ def test_an_inquiry_leaves_nothing_behind(engine_sc: SpecCache) -> None:
     cold = ask(engine_sc, THREE, policy="full_recompute")
     prompt = prepared(engine_sc, THREE, policy="full_reuse").request.prompt
     engine_sc.reset_prefix_cache()
-    engine_sc._models.kv_deviation(prompt, 1, "value")
-    engine_sc._models.query_attention(prompt, "target", "all")
+    engine_sc._models.kv_deviation(prompt, KVDeviation())
+    engine_sc._models.query_attention(prompt, QueryAttention("target", "all"))
     assert_same(ask(engine_sc, THREE, policy="full_recompute", cold=False), cold)
 
 
@@ -131,6 +132,6 @@ def test_attended_uses_the_speculative_models_own_kv_and_falls_back_without(tiny
 
 def test_attended_by_a_speculative_model_that_is_the_target_chooses_as_the_target(tsc: SpecCache) -> None:
     prompt = prepared(tsc, THREE, policy="full_reuse").request.prompt
-    own = tsc._models.query_attention(prompt, "speculative", "last_third")
-    target = tsc._models.query_attention(prompt, "target", "last_third")
+    own = tsc._models.query_attention(prompt, QueryAttention("speculative"))
+    target = tsc._models.query_attention(prompt, QueryAttention("target"))
     np.testing.assert_allclose(own, target, atol=1e-5)

@@ -39,7 +39,7 @@ class TestPolicy:
         with pytest.raises(ConfigurationError, match="Known: none"):
             build_policy("full_reuse", {"seed": 1})
 
-    @pytest.mark.parametrize("attribute", ["reuses", "needs_speculative_model"])
+    @pytest.mark.parametrize("attribute", ["reuses", "fixed_ratio", "needs_speculative_model"])
     def test_what_a_policy_is_cannot_be_set(self, attribute: str) -> None:
         with pytest.raises(ConfigurationError, match=attribute):
             build_policy("speccache", {attribute: False})

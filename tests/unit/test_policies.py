@@ -1,39 +1,32 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from speccache_rag.errors import ConfigurationError
-from speccache_rag.selection.base import SelectionPolicy, budget
+from speccache_rag.selection.attended import Attended
+from speccache_rag.selection.base import SelectionPolicy
 from speccache_rag.selection.baselines import FullRecompute, FullReuse, RandomSelection
+from speccache_rag.selection.cacheblend import CacheBlend
 from speccache_rag.selection.speccache import SpecCachePolicy
 from speccache_rag.types import AssembledPrompt
-from tests.contract.policy_contract import FixedProbe, make_chunk, make_prompt
+from tests.contract.policy_contract import answers_of, make_chunk, make_prompt
 
 
-@dataclass
-class UnaskedProbe:
-    """A probe that must not be used."""
-
-    def importance(self) -> np.ndarray:
-        raise AssertionError("the probe was asked")
-
-
-def scored(lengths: list[int], scores: list[float]) -> tuple[AssembledPrompt, FixedProbe]:
+def scored(lengths: list[int], scores: list[float]) -> tuple[AssembledPrompt, np.ndarray]:
     """Chunks of `lengths` behind one fresh token each, with one score per chunk token."""
     prompt = make_prompt([make_chunk(str(i), n) for i, n in enumerate(lengths)], [1] * len(lengths))
     importance = np.full(prompt.n_tokens, np.nan, dtype=np.float32)
     importance[prompt.chunk_positions()] = scores
-    return prompt, FixedProbe(importance)
+    return prompt, importance
 
 
 def chosen(policy: SpecCachePolicy, lengths: list[int], scores: list[float], ratio: float) -> list[int]:
     """Selected chunk tokens, counted over chunk tokens alone."""
-    prompt, probe = scored(lengths, scores)
-    positions = policy.select(prompt, ratio, probe).positions
+    prompt, importance = scored(lengths, scores)
+    positions = policy.select(prompt, ratio, answers_of(policy, importance)).positions
     return np.searchsorted(prompt.chunk_positions(), positions).tolist()
 
 
@@ -69,20 +62,22 @@ class TestSpecCachePolicy:
         assert chosen(SpecCachePolicy(completion_slack=1), [8], scores, 3 / 8) == [0, 1, 2]
 
     @pytest.mark.parametrize(("ratio", "n_chosen"), [(0.0, 0), (1.0, 6)])
-    def test_the_ends_ask_no_probe(self, ratio: float, n_chosen: int) -> None:
+    def test_the_ends_need_no_answer(self, ratio: float, n_chosen: int) -> None:
         prompt = make_prompt([make_chunk("a", 6)], [2])
-        assert len(SpecCachePolicy().select(prompt, ratio, UnaskedProbe()).positions) == n_chosen
+        assert len(SpecCachePolicy().select(prompt, ratio, {}).positions) == n_chosen
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_a_hole_in_the_importance_is_a_mistake(self, bad: float) -> None:
-        prompt, probe = scored([4], [1, 2, bad, 4])
+        prompt, importance = scored([4], [1, 2, bad, 4])
+        policy = SpecCachePolicy()
         with pytest.raises(ValueError, match="not finite at 1 chunk tokens, the first at position 3"):
-            SpecCachePolicy().select(prompt, 0.5, probe)
+            policy.select(prompt, 0.5, answers_of(policy, importance))
 
     def test_importance_of_the_wrong_length_is_a_mistake(self) -> None:
         prompt, _ = scored([4], [1, 2, 3, 4])
+        policy = SpecCachePolicy()
         with pytest.raises(ValueError, match="shape"):
-            SpecCachePolicy().select(prompt, 0.5, FixedProbe(np.ones(4)))
+            policy.select(prompt, 0.5, answers_of(policy, np.ones(4)))
 
     @pytest.mark.parametrize(
         ("option", "value"),
@@ -107,19 +102,19 @@ class TestSpecCachePolicy:
 class TestBaselines:
     def test_the_two_ends_ignore_the_ratio(self) -> None:
         prompt = make_prompt([make_chunk("a", 6), make_chunk("b", 1)], [2, 0])
-        assert FullReuse().select(prompt, 0.5, UnaskedProbe()).effective_ratio == 0.0
-        assert FullRecompute().select(prompt, 0.5, UnaskedProbe()).effective_ratio == 1.0
+        assert FullReuse().select(prompt, 0.5, {}).effective_ratio == 0.0
+        assert FullRecompute().select(prompt, 0.5, {}).effective_ratio == 1.0
         assert FullReuse.reuses
         assert not FullRecompute.reuses
 
     def test_random_depends_on_the_seed(self) -> None:
         prompt = make_prompt([make_chunk("a", 60)], [2])
-        picks = {tuple(RandomSelection(seed).select(prompt, 0.5, UnaskedProbe()).positions) for seed in range(5)}
+        picks = {tuple(RandomSelection(seed).select(prompt, 0.5, {}).positions) for seed in range(5)}
         assert len(picks) == 5
 
     def test_random_grows_with_the_ratio(self) -> None:
         prompt = make_prompt([make_chunk("a", 60)], [2])
-        few, many = (set(RandomSelection().select(prompt, r, UnaskedProbe()).positions) for r in (0.2, 0.6))
+        few, many = (set(RandomSelection().select(prompt, r, {}).positions) for r in (0.2, 0.6))
         assert len(few) == 12
         assert few < many
 
@@ -132,14 +127,29 @@ class TestBaselines:
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, float("nan")])
 def test_ratio_outside_its_limits(ratio: float) -> None:
     with pytest.raises(ConfigurationError, match="recompute_ratio"):
-        FullReuse().select(make_prompt([make_chunk("a", 6)], [0]), ratio, UnaskedProbe())
+        FullReuse().select(make_prompt([make_chunk("a", 6)], [0]), ratio, {})
 
 
 @pytest.mark.parametrize(
     ("ratio", "n", "k"), [(0.15, 100, 15), (0.15, 101, 16), (0.0, 9, 0), (1.0, 9, 9), (0.01, 3, 1)]
 )
 def test_budget(ratio: float, n: int, k: int) -> None:
-    assert budget(ratio, n) == k
+    assert RandomSelection().budget(make_prompt([make_chunk("a", n)], [0]), ratio) == k
+
+
+@pytest.mark.parametrize(
+    ("policy", "model", "kv"),
+    [
+        (SpecCachePolicy(), True, False),
+        (Attended(), True, True),
+        (Attended(scorer="target"), False, False),
+        (CacheBlend(), False, False),
+        (RandomSelection(), False, False),
+    ],
+    ids=repr,
+)
+def test_what_a_policy_asks_says_which_models_it_needs(policy: SelectionPolicy, model: bool, kv: bool) -> None:
+    assert (policy.needs_speculative_model, policy.needs_speculative_kv) == (model, kv)
 
 
 @pytest.mark.parametrize("chosen", [None, [0], [10**6], [-1], [0.5]], ids=str)
@@ -149,7 +159,7 @@ def test_a_policy_that_chooses_no_chunk_tokens_is_told_so(chosen: Any) -> None:
             return chosen if chosen is None else np.array(chosen)
 
     with pytest.raises(ConfigurationError, match="Wrong.choose gave .* not positions of chunk tokens"):
-        Wrong().select(scored([6], [0.0] * 6)[0], 0.5, UnaskedProbe())
+        Wrong().select(scored([6], [0.0] * 6)[0], 0.5, {})
 
 
 def test_a_mask_is_no_selection() -> None:
@@ -158,4 +168,4 @@ def test_a_mask_is_no_selection() -> None:
             return np.ones(prompt.n_chunk_tokens, dtype=bool)
 
     with pytest.raises(ConfigurationError, match="Mask.choose gave"):
-        Mask().select(scored([6], [0.0] * 6)[0], 0.5, UnaskedProbe())
+        Mask().select(scored([6], [0.0] * 6)[0], 0.5, {})

@@ -20,6 +20,7 @@ from speccache_rag.plan.explanation import explain_request
 from speccache_rag.plan.planner import PreparedRequest, prepare
 from speccache_rag.plan.scoring_models import ScoringModels
 from speccache_rag.prompt.tokenizer import PromptTokenizer
+from speccache_rag.scoring.questions import QueryAttention
 from speccache_rag.selection.factory import build_policy
 from speccache_rag.types import AssembledPrompt, ChunkKey
 from tests.unit.fake_engine import MAX_MODEL_LEN, FakeEngine, FakeModels, FakeScorer, make_library
@@ -325,7 +326,7 @@ def test_scores_without_a_speculative_model_are_a_clear_error() -> None:
     models = ScoringModels(host, SpecCacheConfig(model="m", policy="full_reuse"))
     for question in (
         lambda: models.scorer("last_third"),
-        lambda: models.query_attention(prompt_with_nothing(), "speculative", "last_third"),
+        lambda: models.query_attention(prompt_with_nothing(), QueryAttention()),
     ):
         with pytest.raises(ConfigurationError, match="none is configured") as caught:
             question()
@@ -347,7 +348,8 @@ def test_a_cut_chunk_takes_the_scores_of_its_tokens(
     whole = library.chunk(A)
     assert 0 < placement.length < whole.n_tokens
     scores = library.scores(whole, scorer)
-    importance = prepared.probe.importance()
+    importance = prepared.probe.scores
+    assert importance is not None
     assert np.array_equal(importance[placement.start : placement.end], scores[: placement.length])
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from speccache_rag.cli.ask import ask
+from speccache_rag.cli.bench import bench
 from speccache_rag.cli.demo.command import demo
 from speccache_rag.cli.doctor import doctor
 from speccache_rag.cli.evaluate import evaluate
@@ -32,6 +33,7 @@ app = typer.Typer(
 for command in (demo, warm, ask, explain, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -1,0 +1,10 @@
+"""`speccache bench`: measurements, each a command of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from speccache_rag.cli.bench.load import load
+
+bench = typer.Typer(help="Measure speed on this machine. Ratios within one run mean more than seconds.")
+bench.command()(load)

@@ -52,6 +52,11 @@ class Call:
         started = time.perf_counter()
         sampling = dict(options)
         timeout_s = _seconds(sampling.pop("timeout", None))
+        if (n := sampling.pop("n", None)) not in (None, 1):
+            raise ConfigurationError(
+                f"n is {n!r}, and one call gives one answer.",
+                hint="Call n times, with a seed each, at once if you like: all reuse the same stored KV.",
+            )
         if isinstance(prompt, str):
             if given := [name for name in CHAT_OPTIONS if sampling.pop(name, None)]:
                 raise ConfigurationError(

@@ -187,6 +187,7 @@ def test_before_a_forced_call_nothing_is_thought(base: PreTrainedTokenizerFast) 
         ({"tools": [{"type": "function", "function": {}}]}, "A tool is"),
         ({"tools": [LOOK], "tool_choice": 3}, "tool_choice is 3"),
         ({"chat_template_kwargs": "off"}, "chat_template_kwargs is 'off'"),
+        ({"n": 2}, "n is 2, and one call gives one answer.*a seed each"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": "soon"}, "timeout is 'soon'"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import multiprocessing
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +31,7 @@ from speccache_rag.engines.base import (
 from speccache_rag.engines.reuse.deviation import check_layer
 from speccache_rag.engines.reuse.selfcheck import probe_ids
 from speccache_rag.engines.vllm.frontend.options import engine_args, sampling_params
+from speccache_rag.engines.vllm.frontend.start_errors import check_process, explained
 from speccache_rag.engines.vllm.frontend.worker_ram import WorkerRam
 from speccache_rag.engines.vllm.plan import CapturePlan, Inquiry, ReusePlan
 from speccache_rag.engines.vllm.support import check_config
@@ -65,6 +65,7 @@ class VllmEngine:
             self._config: VllmConfig = args.create_engine_config()
         except (ValueError, RuntimeError, OSError) as error:
             raise EngineStartError(f"vLLM refuses the configuration of {model}: {error}", hint="") from error
+        check_process()  # vLLM has chosen by now how it makes processes
         check_config(self._config)
         self.facts = _facts(model, self._config)
         # Two processes may share a folder; what is in the worker's RAM only the worker knows.
@@ -81,12 +82,8 @@ class VllmEngine:
         Raises:
             EngineStartError, UnsupportedModel, SelfCheckFailed: see their messages.
         """
-        _refuse_reimport()
-        try:
+        with explained():
             self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
-        except (RuntimeError, ValueError, OSError) as error:
-            hint = "vLLM printed the cause above; on CPU, VLLM_CPU_KVCACHE_SPACE (GiB) is a usual one."
-            raise EngineStartError(f"vLLM did not start: {error}", hint=hint) from error
         try:
             _raise(await self._rpc("speccache_attach"))
             ids = probe_ids(self._config.model_config.get_vocab_size(), self.facts.max_model_len)
@@ -245,15 +242,6 @@ def _vllm_errors() -> Iterator[None]:
         raise EngineError(f"vLLM could not serve this request: {error.__cause__!r}") from error
     except EngineDeadError as error:
         raise EngineError("vLLM's engine process died.", hint="Its log says why. Create a new SpecCache.") from error
-
-
-def _refuse_reimport() -> None:
-    """A spawned vLLM process first imports the main script again; starting an engine from there never ends well."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise EngineStartError(
-            "The engine is being started by an import of the main script, in a process that vLLM itself started.",
-            hint='Put the script\'s code under: if __name__ == "__main__":',
-        )
 
 
 def _facts(model: Path, config: VllmConfig) -> ModelFacts:

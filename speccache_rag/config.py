@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from speccache_rag.errors import ConfigurationError
 
 Scoring = Literal["online", "cached"]
+KvDtype = Literal["auto", "fp8", "int8"]
 
 
 class SpecCacheConfig(BaseModel):
@@ -35,6 +36,19 @@ class SpecCacheConfig(BaseModel):
         description="Folder that keeps chunk KV between runs, behind the RAM tier; None keeps it in RAM only.",
     )
     ram_bytes: int = Field(default=2 << 30, gt=0, description="Limit of the RAM tier, in bytes; each model has one.")
+    disk_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="Budget of the store folder's chunk KV, in bytes; None leaves a tenth of the filesystem free.",
+    )
+    kv_dtype: KvDtype = Field(
+        default="auto",
+        description="How KV is stored: 'auto' keeps every bit; 'fp8' and 'int8' take half of bfloat16's bytes.",
+    )
+    store_secret_file: str | None = Field(
+        default=None,
+        description="File with a secret that keys the checksums: who does not know it cannot plant KV in the store.",
+    )
     tenant: str | None = Field(default=None, description="Chunks of one tenant are invisible to every other.")
     anchor: str | None = Field(
         default=None,

@@ -77,6 +77,7 @@ def sc(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         model=str(tiny_folder),
         speculative_model=str(tiny_folder),
         store=str(tmp_path_factory.mktemp("store")),
+        ram_bytes=1,  # nothing stays in RAM: what a test does to the files is seen
         engine_options=tiny_engine_options(),
     ) as running:
         yield running
@@ -92,6 +93,7 @@ def tsc(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         speculative_model=str(tiny_folder),
         engine="transformers",
         store=str(tmp_path_factory.mktemp("store")),
+        ram_bytes=1,
         engine_options={"device": "cpu", "dtype": "float32", "max_model_len": 1024},
     ) as running:
         yield running

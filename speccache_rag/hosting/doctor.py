@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import SpecCacheError
 from speccache_rag.hosting.engine_host import EngineHost
-from speccache_rag.store.factory import build_store
+from speccache_rag.store.factory import build_store, store_options
 
 PACKAGES = (
     "speccache-rag",
@@ -79,7 +79,7 @@ def _speculative(config: SpecCacheConfig, host: EngineHost) -> str:
 def _store(config: SpecCacheConfig) -> str:
     if config.store is None:
         return f"in RAM, at most {config.ram_bytes} bytes"
-    with build_store({"path": config.store, "ram_bytes": config.ram_bytes}) as store:
+    with build_store(store_options(config)) as store:
         problems = store.check()
         stats = store.stats()
     found = f"{config.store}: {stats.chunks} chunks, {stats.bytes} bytes"

@@ -22,10 +22,11 @@ from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.store.base import Namespace
+from speccache_rag.store.factory import OPTIONS, store_options
 
 logger = logging.getLogger(__name__)
 
-ENGINE_OPTIONS = ("engine", "model", "engine_options", "store", "ram_bytes")
+ENGINE_OPTIONS = ("engine", "model", "engine_options", *OPTIONS.values())
 """The options that make two configurations need two engines."""
 
 
@@ -94,7 +95,9 @@ class EngineHost:
                 given = config.anchor
                 anchor = given if given is not None else self.tokenizer.header(config.chat_template_kwargs)
                 anchor_ids = self.tokenizer.assemble(anchor, [], add_bos=not self.tokenizer.has_chat_template).token_ids
-                namespace = Namespace(facts.fingerprint, facts.dtype, facts.rope, anchor_ids, config.tenant)
+                namespace = Namespace(
+                    facts.fingerprint, facts.dtype, facts.rope, anchor_ids, config.tenant, config.kv_dtype
+                )
                 library = ChunkLibrary(self.tokenizer, namespace, self._open_catalogue(), anchor, facts.max_model_len)
                 self._libraries[key] = library
             return library
@@ -121,7 +124,7 @@ class EngineHost:
                 return
             if self._users == 0:
                 raise EngineClosed("The engine was closed.")
-            store = {"path": self._config.store, "ram_bytes": self._config.ram_bytes}
+            store = store_options(self._config)
             engine = ENGINES.load(self._config.engine)(self.model, dict(self._config.engine_options), store)
             loop = LoopThread("speccache-engine")
             try:

@@ -12,10 +12,11 @@ from types import TracebackType
 import numpy as np
 from typing_extensions import Self
 
+from speccache_rag.config import KvDtype
 from speccache_rag.errors import StoreError
 from speccache_rag.types import ChunkKey, ChunkKV
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of every key: raised with any change to the meaning of stored bytes, which then count as misses."""
 
 
@@ -30,17 +31,25 @@ class Namespace:
     """RoPE parameters as canonical JSON."""
     anchor_ids: tuple[int, ...]
     tenant: str | None = None
+    kv_dtype: KvDtype = "auto"
+    """How KV is stored; what was rounded is another chunk than what was not."""
 
     @cached_property
     def digest(self) -> str:
         """64 hex digits, the same in every process."""
         tenant = [] if self.tenant is None else [self.tenant.encode()]
-        parts = [self.fingerprint.encode(), self.dtype.encode(), self.rope.encode(), _ids(self.anchor_ids), *tenant]
+        facts = [self.fingerprint.encode(), self.dtype.encode(), self.rope.encode(), self.kv_dtype.encode()]
+        parts = [*facts, _ids(self.anchor_ids), *tenant]
         return _digest([str(FORMAT_VERSION).encode(), *parts])
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
-        """The key of the chunk with these target tokens."""
-        return ChunkKey(_digest([self.digest.encode(), _ids(token_ids)]))
+        """The key of the chunk with these target tokens: 16 hex digits for the tenant, 48 for all the rest."""
+        return ChunkKey(self._tenant_digits + _digest([self.digest.encode(), _ids(token_ids)])[16:])
+
+    @cached_property
+    def _tenant_digits(self) -> str:
+        # In the key, so that a disk tier can give each tenant a folder and needs to be told no more than keys.
+        return _digest([] if self.tenant is None else [self.tenant.encode()])[:16]
 
 
 def _ids(token_ids: Sequence[int]) -> bytes:
@@ -146,6 +155,14 @@ class ChunkStore(ABC):
     def hidden_s(self) -> float:
         """Seconds so far that `request` saved those who called `get`."""
         return 0.0
+
+    def used(self, key: ChunkKey) -> None:
+        """Note that a nearer place answered for this chunk; touches no disk."""
+        return None
+
+    def flush(self) -> None:
+        """Make what was noted last; may touch the disk, raises nothing."""
+        return None
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,8 +24,14 @@ KEPT_READS = 4096
 ABSENT_S = 1.0
 """Seconds for which `request` takes "not there", or a fault, for an answer; another process may store the chunk."""
 
+FLUSH_EVERY_S = 5.0
+"""How often the slower store makes last what it was told of uses in RAM."""
+
 WRITE_BEHIND = 4
 """The RAM limit divided by this is how much may wait to be written, in addition to what RAM holds."""
+
+LEAST_WRITE_BEHIND = 256 << 20
+"""Bytes that may wait to be written in any case: a warm run offers several chunks at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +61,17 @@ class TieredStore(ChunkStore):
     def __init__(self, disk: ChunkStore, ram: MemoryStore) -> None:
         self._disk, self._ram = disk, ram
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="speccache-reader")
-        self._writer = BackgroundWriter(disk.put, ram.max_bytes // WRITE_BEHIND)
+        self._writer = BackgroundWriter(disk.put, max(ram.max_bytes // WRITE_BEHIND, LEAST_WRITE_BEHIND))
         self._reads: OrderedDict[ChunkKey, _Read] = OrderedDict()
         self._hits = self._misses = 0
         self._hidden_s = 0.0
+        self._flushed_at = time.perf_counter()
         self._lock = threading.Lock()
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         kv = self._ram.get(key)
         if kv is not None:
+            self._disk.used(key)
             return self._counted(kv, self._hidden_by(key))
         started = time.perf_counter()
         read, mine = self._join(key)
@@ -83,13 +91,14 @@ class TieredStore(ChunkStore):
     def request(self, keys: Sequence[ChunkKey]) -> None:
         now = time.perf_counter()
         with self._lock:
+            if now - self._flushed_at > FLUSH_EVERY_S:
+                self._flushed_at = now
+                self._submit(self._disk.flush)
             for key in keys:
                 if self._ram.touch(key) or not _stale(self._reads.get(key), now):
                     continue
                 read: _Read = Future()
-                try:
-                    self._readers.submit(self._read_ahead, key, read)
-                except RuntimeError:  # closed meanwhile: there is nothing left to be ready for
+                if not self._submit(self._read_ahead, key, read):
                     return
                 self._reads.pop(key, None)
                 self._reads[key] = read
@@ -150,6 +159,13 @@ class TieredStore(ChunkStore):
         self._readers.shutdown(cancel_futures=True)
         self._ram.close()
         self._disk.close()
+
+    def _submit(self, work: Callable[..., None], *arguments: object) -> bool:
+        try:
+            self._readers.submit(work, *arguments)
+        except RuntimeError:  # closed meanwhile: there is nothing left to be ready for
+            return False
+        return True
 
     def _counted(self, kv: ChunkKV | None, hidden_s: float = 0.0) -> ChunkKV | None:
         with self._lock:

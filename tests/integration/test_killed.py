@@ -114,4 +114,4 @@ def test_warm_resumes(killed: Killed, reopened: SpecCache) -> None:
 
 
 def _n_files(store: Path) -> int:
-    return len(list(store.glob("kv/*/*.safetensors")))
+    return len(list(store.glob("kv/*/*/*.safetensors")))

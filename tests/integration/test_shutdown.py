@@ -92,7 +92,7 @@ def test_ctrl_c_during_warm_ends_everything_and_keeps_what_was_stored(tiny_folde
         children = script.children()
         memory = shared_memory(children)
         script.proceed()
-        assert wait_until(lambda: len(list(store.glob("kv/*/*.safetensors"))) > 20, seconds=60)
+        assert wait_until(lambda: len(list(store.glob("kv/*/*/*.safetensors"))) > 20, seconds=60)
         os.killpg(script.process.pid, signal.SIGINT)
         script.expect("ANSWERED")  # a notebook goes on with the same engine
         assert script.end() == -signal.SIGINT

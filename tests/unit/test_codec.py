@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -85,15 +86,71 @@ def test_another_key_is_found() -> None:
 
 
 def test_another_format_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(codec, "FORMAT_VERSION", base.FORMAT_VERSION + 1)
     with pytest.raises(ChunkCorrupted):
         codec.decode(DATA, KEY)
 
 
 def test_unknown_dtypes_are_refused() -> None:
     kv = make_kv(3, torch.float64)
-    with pytest.raises(ValueError, match=r"torch.float64.*bfloat16"):
+    with pytest.raises(ValueError, match=r"torch.float64.*BF16"):
         codec.encode(KEY, kv)
+
+
+def test_a_secret_keys_the_checksum() -> None:
+    data = codec.encode(KEY, KV, b"ours")
+    assert_same(codec.decode(data, KEY, b"ours"), KV)
+    for other in (None, b"theirs"):
+        with pytest.raises(ChunkCorrupted, match="checksum"):
+            codec.decode(data, KEY, other)
+        with pytest.raises(ChunkCorrupted, match="checksum"):
+            codec.decode(codec.encode(KEY, KV, other), KEY, b"ours")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_neither_written_nor_read(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make_kv(3, torch.bfloat16)
+    kv.values[1, 2, 0, 1] = value
+    with pytest.raises(ValueError, match="not finite"):
+        codec.encode(KEY, kv)
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "_finite", lambda *tensors: True)
+        planted = codec.encode(KEY, kv)
+    with pytest.raises(ChunkCorrupted, match="not finite"):
+        codec.decode(planted, KEY)
+
+
+def test_the_expected_size_is_read_from_the_header_alone() -> None:
+    for kv_dtype in ("auto", "fp8", "int8"):
+        data = codec.encode(KEY, KV, kv_dtype=kv_dtype)
+        size = int.from_bytes(data[:8], "little")
+        assert codec.expected_size(io.BytesIO(data[: 8 + size]).read, KEY) == len(data)
+
+
+@pytest.mark.parametrize("start", [b"", b"\xff" * 8, (1 << 40).to_bytes(8, "little"), (17 << 20).to_bytes(8, "little")])
+def test_a_header_that_lies_about_its_size_is_not_read(start: bytes) -> None:
+    asked = []
+
+    def read(n: int) -> bytes:
+        asked.append(n)
+        return start[:n] if len(asked) == 1 else b"{}"
+
+    with pytest.raises(ChunkCorrupted):
+        codec.expected_size(read, KEY)
+    assert max(asked) <= 8
+
+
+@pytest.mark.parametrize(
+    "shape", [[3, 3, 2, -4], [-3, 3, -2, 4], [3, 4, 2, 4], [3, 3, 8], [0, 3, 2, 4], ["3", 3, 2, 4]]
+)
+def test_shapes_that_no_chunk_has_are_found(shape: list[int]) -> None:
+    size = int.from_bytes(DATA[:8], "little")
+    header = json.loads(DATA[8 : 8 + size])
+    header["keys"]["shape"] = header["values"]["shape"] = shape
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with pytest.raises(ChunkCorrupted):
+        codec.decode(len(text).to_bytes(8, "little") + text + DATA[8 + size :], KEY)
 
 
 FIELDS = {"fingerprint": "model", "dtype": "bfloat16", "rope": "{}", "anchor_ids": (1, 2, 3), "tenant": "ours"}
@@ -126,7 +183,7 @@ def test_no_tenant_and_an_empty_one_differ() -> None:
 
 def test_the_format_version_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Namespace("m", "d", "r", ()).key([1])
-    monkeypatch.setattr(base, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(base, "FORMAT_VERSION", base.FORMAT_VERSION + 1)
     assert Namespace("m", "d", "r", ()).key([1]) != before
 
 
@@ -152,4 +209,4 @@ def test_keys_are_the_same_in_every_process() -> None:
         check=True,
     )
     # Pinned: a change here orphans every stored chunk and must come with a new FORMAT_VERSION.
-    assert result.stdout.strip() == "b666de88477e06ff6fc1be93a9ae7c9d44eec30e446f94eb8d2755a2050b0b44"
+    assert result.stdout.strip() == "98958b052525bd879180c8cb75ad492665ac6bae850708437dae88d3cfa61e05"

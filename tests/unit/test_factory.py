@@ -14,6 +14,7 @@ from speccache_rag.selection.speccache import SpecCachePolicy
 from speccache_rag.store.factory import build_store
 from speccache_rag.store.memory import MemoryStore
 from speccache_rag.store.tiered import TieredStore
+from tests.contract.store_contract import assert_same, key_of, make_kv
 
 
 def model_folder(path: Path) -> Path:
@@ -97,3 +98,23 @@ class TestScorer:
         config = SpecCacheConfig.build(model="m", speculative_model=str(tmp_path / "absent"))
         with pytest.raises(ConfigurationError, match="does not exist"):
             EngineHost(config).scorer(config)
+
+
+class TestSecret:
+    def test_a_secret_is_read_from_its_file(self, tmp_path: Path) -> None:
+        (tmp_path / "secret").write_text("0123456789abcdef0123\n")
+        options = {"path": str(tmp_path / "kv"), "secret_file": str(tmp_path / "secret"), "disk_bytes": 1 << 20}
+        kv = make_kv()
+        with build_store(options) as store:
+            store.put(key_of(kv), kv)
+        with build_store(options) as store:
+            assert_same(store.get(key_of(kv)), kv)
+        with build_store({"path": str(tmp_path / "kv")}) as store:
+            assert store.get(key_of(kv)) is None
+
+    @pytest.mark.parametrize(("content", "message"), [("short", "5 bytes; 16 is the least"), (None, "cannot be read")])
+    def test_a_bad_secret_is_refused(self, tmp_path: Path, content: str | None, message: str) -> None:
+        if content is not None:
+            (tmp_path / "secret").write_text(content)
+        with pytest.raises(ConfigurationError, match=message):
+            build_store({"path": str(tmp_path / "kv"), "secret_file": str(tmp_path / "secret")})

@@ -128,7 +128,8 @@ def test_the_engine_gets_its_options(maker: Maker, config: SpecCacheConfig, tmp_
     assert host.engine.facts.max_model_len == 100
     (engine,) = maker.made
     assert (engine.model, engine.options) == (Path(config.model), options)
-    assert engine.store == {"path": str(tmp_path), "ram_bytes": 77}
+    defaults = {"disk_bytes": None, "kv_dtype": "auto", "secret_file": None}
+    assert engine.store == {"path": str(tmp_path), "ram_bytes": 77, **defaults}
 
 
 # Its life.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import threading
+import logging
 
 import numpy as np
 
 from speccache_rag.chunks.catalogue import Catalogue
 from speccache_rag.chunks.escaped import EscapedChunks
 from speccache_rag.chunks.index import ChunkIndex
-from speccache_rag.errors import ChunkTooLong, EmptyChunk
+from speccache_rag.errors import ChunkTooLong, EmptyChunk, StoreError
 from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.scoring.alignment import align_scores
 from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.store.base import Namespace
 from speccache_rag.types import Chunk, ChunkMatch
+
+logger = logging.getLogger(__name__)
 
 
 class ChunkLibrary:
@@ -33,10 +35,8 @@ class ChunkLibrary:
         self._tokenizer = tokenizer
         self._catalogue = catalogue
         self._max_model_len = max_model_len
-        self._index = ChunkIndex()
-        self._index.add_many(catalogue.chunks(namespace.digest))
-        self.escaped = EscapedChunks(self._index.find)
-        self._lock = threading.Lock()
+        self._index = ChunkIndex(catalogue, namespace.digest)
+        self.escaped = EscapedChunks(self.match)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -66,15 +66,16 @@ class ChunkLibrary:
         return Chunk(self.namespace.key(token_ids), stripped, token_ids, offsets)
 
     def learn(self, chunk: Chunk) -> None:
-        """Make a chunk findable, here and in every later process that opens the same store."""
-        with self._lock:
-            if self._index.get(chunk.text) is None:
-                self._catalogue.add(self.namespace.digest, chunk)
-                self._index.add(chunk)
+        """Make a chunk findable, in every process that has the same store open or opens it later."""
+        self._index.add(chunk)
 
     def match(self, prompt: str) -> list[ChunkMatch]:
-        """The known chunks in a prompt."""
-        return self._index.find(prompt)
+        """The known chunks in a prompt. Where the catalogue cannot be read there are none, and a warning says so."""
+        try:
+            return self._index.find(prompt)
+        except StoreError as error:
+            logger.warning("speccache: nothing is reused: %s", error)
+            return []
 
     def scores(self, chunk: Chunk, scorer: SpeculativeScorer) -> np.ndarray:
         """float32 [T]: importance of a chunk's tokens, scored alone behind the anchor; computed once, then kept."""

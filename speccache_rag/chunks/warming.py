@@ -74,7 +74,8 @@ async def warm_chunks(
             if chunk.key not in present:
                 result = await engine.capture(CaptureRequest(chunk, library.namespace.anchor_ids))
                 tokens, stored = result.n_tokens, result.nbytes
-            library.learn(chunk)
+            # On a thread: SQLite may have to wait for another process.
+            await asyncio.to_thread(library.learn, chunk)
             if scorer is not None:
                 await asyncio.to_thread(library.scores, chunk, scorer)
         advance()

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from speccache_rag.chunks.catalogue import Catalogue
 from speccache_rag.chunks.index import ChunkIndex
 from speccache_rag.errors import ConfigurationError, EmptyChunk, PromptError
 from speccache_rag.prompt.tokenizer import PromptTokenizer
@@ -114,7 +115,10 @@ def test_a_template_that_refuses(tiny: PreTrainedTokenizerFast) -> None:
 
 
 def test_assembled_prompt(tokenizer: Any, voice: PromptTokenizer) -> None:
-    index, chunks = ChunkIndex(), [make_chunk(voice, text) for text in (KEEPER, BREAD, KEEPER + CONTROL)]
+    index, chunks = (
+        ChunkIndex(Catalogue(), "ours"),
+        [make_chunk(voice, text) for text in (KEEPER, BREAD, KEEPER + CONTROL)],
+    )
     for chunk in chunks:
         index.add(chunk)
     keeper, bread, control = chunks
@@ -123,7 +127,7 @@ def test_assembled_prompt(tokenizer: Any, voice: PromptTokenizer) -> None:
 
     assert prompt.text == text
     assert tokenizer.decode(prompt.token_ids, clean_up_tokenization_spaces=False) == text
-    assert [p.chunk for p in prompt.placements[:3]] == [bread, control, keeper]
+    assert [p.chunk.key for p in prompt.placements[:3]] == [bread.key, control.key, keeper.key]
     assert len(prompt.placements) == 4
     for placement in prompt.placements:
         n, inside = placement.length, slice(placement.start, placement.end)

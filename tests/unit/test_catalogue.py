@@ -17,7 +17,12 @@ from tests.conftest import ROOT
 
 def make_chunk(name: str, n_tokens: int = 3) -> Chunk:
     offsets = np.array([(i, i + 1) for i in range(n_tokens)], dtype=np.int32)
-    return Chunk(ChunkKey(name), f"text of {name}, 東京", tuple(range(100_000, 100_000 + n_tokens)), offsets)
+    return Chunk(
+        ChunkKey(name),
+        f"text of {name}, 東京, and more than an anchor takes",
+        tuple(range(100_000, 100_000 + n_tokens)),
+        offsets,
+    )
 
 
 def assert_same(got: Chunk, expected: Chunk) -> None:
@@ -72,19 +77,19 @@ def test_scores_by_key_and_scorer(catalogue: Catalogue) -> None:
     assert catalogue.scores(ChunkKey("b"), "small") is None
 
 
-def test_delete_forgets_chunk_and_scores(catalogue: Catalogue) -> None:
+def test_forget_leaves_neither_chunk_nor_scores(catalogue: Catalogue) -> None:
     for name in "ab":
         catalogue.add("ours", make_chunk(name))
         catalogue.put_scores(ChunkKey(name), "small", np.ones(3, np.float32))
-    catalogue.delete(ChunkKey("a"))
-    catalogue.delete(ChunkKey("unknown"))
+    assert catalogue.forget([ChunkKey("a"), ChunkKey("unknown")]) == 1
     assert [chunk.key for chunk in catalogue.chunks("ours")] == ["b"]
     assert catalogue.scores(ChunkKey("a"), "small") is None
     assert catalogue.scores(ChunkKey("b"), "small") is not None
 
 
 def test_a_failed_batch_adds_nothing(catalogue: Catalogue) -> None:
-    textless = Chunk(ChunkKey("b"), {}, (1,), np.zeros((1, 2), np.int32))  # type: ignore[arg-type]
+    textless = Chunk(ChunkKey("b"), "x", (1,), np.zeros((1, 2), np.int32))
+    object.__setattr__(textless, "key", {})
     with pytest.raises(StoreUnavailable, match="not supported"):
         catalogue.add_many("ours", [make_chunk("a"), textless])
     assert list(catalogue.chunks("ours")) == []
@@ -153,7 +158,7 @@ def test_a_path_through_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match="unable to open"):
+    with pytest.raises(StoreUnavailable, match="Is a directory"):
         Catalogue(str(tmp_path))
 
 
@@ -170,15 +175,15 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 9")
     connection.close()
-    with pytest.raises(StoreUnavailable, match="version 9; this release knows 1"):
+    with pytest.raises(StoreUnavailable, match="version 9; this release knows 2"):
         Catalogue(path)
 
 
 def test_a_full_disk_raises_and_keeps_what_was_there(tmp_path: Path) -> None:
     catalogue = Catalogue(str(tmp_path / "catalogue.sqlite"))
     catalogue.add("ours", make_chunk("a"))
-    pages = catalogue._connection.execute("PRAGMA page_count").fetchone()[0]
-    catalogue._connection.execute(f"PRAGMA max_page_count = {pages}")
+    pages = catalogue._database._connection.execute("PRAGMA page_count").fetchone()[0]
+    catalogue._database._connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StoreUnavailable, match="full"):
         catalogue.put_scores(ChunkKey("a"), "small", np.zeros(100_000, np.float32))
     (chunk,) = catalogue.chunks("ours")
@@ -188,7 +193,38 @@ def test_a_full_disk_raises_and_keeps_what_was_there(tmp_path: Path) -> None:
 def test_a_read_only_database_raises_on_writing(tmp_path: Path) -> None:
     catalogue = Catalogue(str(tmp_path / "catalogue.sqlite"))
     catalogue.add("ours", make_chunk("a"))
-    catalogue._connection.execute("PRAGMA query_only = ON")
+    catalogue._database._connection.execute("PRAGMA query_only = ON")
     with pytest.raises(StoreUnavailable, match="readonly"):
         catalogue.add("ours", make_chunk("b"))
     assert len(list(catalogue.chunks("ours"))) == 1
+
+
+def test_what_an_older_release_wrote_is_dropped(tmp_path: Path) -> None:
+    path = str(tmp_path / "catalogue.sqlite")
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        "CREATE TABLE chunks (key TEXT); INSERT INTO chunks VALUES ('a'); PRAGMA user_version = 1;"
+    )
+    connection.close()
+    catalogue = Catalogue(path)
+    catalogue.add("ours", make_chunk("b"))
+    assert [chunk.key for chunk in catalogue.chunks("ours")] == ["b"]
+
+
+def test_nothing_of_a_forgotten_text_stays_in_the_files(tmp_path: Path) -> None:
+    catalogue = Catalogue(str(tmp_path / "catalogue.sqlite"))
+    catalogue.add("ours", make_chunk("a secret"))
+    catalogue.add("ours", make_chunk("another"))
+    assert b"a secret" in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    catalogue.forget([ChunkKey("a secret")])
+    assert b"a secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_what_is_known_and_by_which_model(catalogue: Catalogue) -> None:
+    catalogue.describe("ours", {"model": "small", "tenant": "a"})
+    catalogue.describe("ours", {"model": "another"})
+    catalogue.add("ours", make_chunk("a", n_tokens=5))
+    (known,) = catalogue.known()
+    assert (known.key, known.n_tokens, known.about) == ("a", 5, {"model": "small", "tenant": "a"})
+    catalogue.add("theirs", Chunk(ChunkKey("b"), make_chunk("a").text, (1,), np.zeros((1, 2), np.int32)))
+    assert sorted(catalogue.keys_of([f" {known.text}\n", "unknown"])) == ["a", "b"]

@@ -198,9 +198,9 @@ async def test_the_first_error_stops_the_rest_and_is_raised_as_it_is(engine: Fak
     assert caught.value is fault
     assert engine.in_flight == 0
     assert len(engine.captured) < len(texts) - 1
-    # What was stored is known, and nothing else.
+    # What is known is stored; what was stored and not learned any more, the next run learns.
     stored = {request.chunk.text for request in engine.captured}
-    assert known(library, texts) == [text in stored for text in texts]
+    assert {text for text, found in zip(texts, known(library, texts), strict=True) if found} <= stored
     n_captured = len(engine.captured)
     await asyncio.sleep(0.01)
     assert len(engine.captured) == n_captured  # nothing goes on in the background

@@ -19,4 +19,16 @@ POLICIES = Registry(
 )
 """Third parties add a policy through the entry-point group `speccache_rag.policies`."""
 
-__all__ = ["POLICIES"]
+WRAPPERS = Registry(
+    "wrapper",
+    {
+        "heads": "speccache_rag.selection.heads:Heads",
+        "grouped": "speccache_rag.selection.grouped:Grouped",
+        "dealt": "speccache_rag.selection.dealt:Dealt",
+        "adaptive": "speccache_rag.selection.adaptive:Adaptive",
+    },
+    entry_point_group="speccache_rag.wrappers",
+)
+"""Policies that stand before a + and change what another one is told or allowed (selection/expression.py)."""
+
+__all__ = ["POLICIES", "WRAPPERS"]

@@ -1,4 +1,4 @@
-"""The selection policy of a name and plain options, as configuration files and flags give them."""
+"""The selection policy of an expression and plain options, as configuration files and flags give them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,56 @@ from collections.abc import Mapping
 from typing import Any
 
 from speccache_rag.errors import ConfigurationError, refuse_unknown
-from speccache_rag.selection import POLICIES
+from speccache_rag.registry import Registry
+from speccache_rag.selection import POLICIES, WRAPPERS
 from speccache_rag.selection.base import SelectionPolicy
+from speccache_rag.selection.expression import Term, parse_expression
+from speccache_rag.selection.wrapper import Wrapper
 
 
 def build_policy(name: str, options: Mapping[str, Any] | None = None) -> SelectionPolicy:
-    """The selection policy called `name`; `options` are the fields of its dataclass.
+    """The selection policy of an expression, such as "epic" or "heads(4)+attended(scorer=target)".
+
+    Args:
+        name: the expression (selection/expression.py): a policy, behind any number of wrappers.
+        options: fields of the policy's dataclass.
 
     Raises:
-        ConfigurationError: the name or an option is unknown, or an option is out of range.
+        ConfigurationError: a name or an option is unknown, or an option is out of range.
     """
-    policy_class = POLICIES.load(name)
-    if not (isinstance(policy_class, type) and issubclass(policy_class, SelectionPolicy)):
+    *wrappers, last = parse_expression(name)
+    policy = _made(_class_of(last.name, POLICIES, SelectionPolicy), last, options or {})
+    for term in reversed(wrappers):
+        policy = _made(_class_of(term.name, WRAPPERS, Wrapper), term, {}, inner=policy)
+    return policy
+
+
+def _made(
+    policy_class: type[SelectionPolicy], term: Term, options: Mapping[str, Any], **inner: SelectionPolicy
+) -> SelectionPolicy:
+    known = [field.name for field in dataclasses.fields(policy_class) if field.name not in inner]
+    if len(term.positional) > len(known):
         raise ConfigurationError(
-            f"Policy {name!r} is {policy_class!r}, which is no SelectionPolicy.",
-            hint="Let the entry point name a subclass of speccache_rag.selection.base.SelectionPolicy.",
+            f"Policy {term.name!r} has {len(known)} options, and {len(term.positional)} values.",
+            hint=f"Known: {', '.join(known) or 'none'}.",
         )
-    options = options or {}
-    refuse_unknown(f"policy {name!r}", options, [field.name for field in dataclasses.fields(policy_class)])
+    given = dict(zip(known, term.positional, strict=False))
+    for more in (term.named, options):
+        if repeated := sorted(set(given) & set(more)):
+            raise ConfigurationError(f"Policy {term.name!r} is given {', '.join(repeated)} twice.", hint="")
+        given |= more
+    refuse_unknown(f"policy {term.name!r}", given, known)
     try:
-        return policy_class(**options)
+        return policy_class(**given, **inner)
     except TypeError as error:
-        raise ConfigurationError(f"Policy {name!r} cannot be made: {error}.", hint="") from error
+        raise ConfigurationError(f"Policy {term.name!r} cannot be made: {error}.", hint="") from error
+
+
+def _class_of(name: str, registry: Registry, wanted: type[SelectionPolicy]) -> type[SelectionPolicy]:
+    found = registry.load(name)
+    if not (isinstance(found, type) and issubclass(found, wanted)):
+        raise ConfigurationError(
+            f"{registry.kind.capitalize()} {name!r} is {found!r}, which is no {wanted.__name__}.",
+            hint=f"Let the entry point name a subclass of {wanted.__module__}.{wanted.__name__}.",
+        )
+    return found

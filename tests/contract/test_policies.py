@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from speccache_rag.selection import POLICIES
+from speccache_rag.selection import POLICIES, WRAPPERS
 from speccache_rag.selection.factory import build_policy
 from tests.contract.policy_contract import PolicyContract
 
@@ -38,6 +38,29 @@ class TestEpic(PolicyContract):
     policy = build_policy("epic")
 
 
+class TestHeads(PolicyContract):
+    policy = build_policy("heads(4)+attended")
+
+
+class TestHeadsBeforeCompletion(PolicyContract):
+    policy = build_policy("heads(2)+speccache")
+    slack = 0.25
+
+
+class TestGrouped(PolicyContract):
+    policy = build_policy("grouped(4)+attended")
+
+
+class TestDealt(PolicyContract):
+    policy = build_policy("dealt+epic")
+    fills_budget = False
+
+
+class TestAdaptive(PolicyContract):
+    policy = build_policy("adaptive(0.5)+attended")
+    fills_budget = False
+
+
 class TestRandom(PolicyContract):
     policy = build_policy("random")
 
@@ -54,4 +77,4 @@ class TestFullRecompute(PolicyContract):
 
 def test_every_registered_policy_is_under_contract() -> None:
     tested = {type(contract.policy) for contract in PolicyContract.__subclasses__()}
-    assert {POLICIES.load(name) for name in POLICIES.names()} == tested
+    assert {registry.load(name) for registry in (POLICIES, WRAPPERS) for name in registry.names()} == tested

@@ -9,7 +9,11 @@ from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.hosting.engine_host import EngineHost
 from speccache_rag.selection import POLICIES
+from speccache_rag.selection.attended import Attended
+from speccache_rag.selection.epic import Epic
 from speccache_rag.selection.factory import build_policy
+from speccache_rag.selection.grouped import Grouped
+from speccache_rag.selection.heads import Heads
 from speccache_rag.selection.speccache import SpecCachePolicy
 from speccache_rag.store.factory import build_store
 from speccache_rag.store.memory import MemoryStore
@@ -57,6 +61,42 @@ class TestPolicy:
         monkeypatch.setattr(POLICIES, "load", lambda name: dict)
         with pytest.raises(ConfigurationError, match="no SelectionPolicy"):
             build_policy("mine")
+
+
+class TestExpression:
+    def test_options_in_brackets(self) -> None:
+        assert build_policy("attended(target, layers=all)") == Attended("target", "all")
+        assert build_policy(" speccache( tau_cover = 0.5 ) ") == SpecCachePolicy(tau_cover=0.5)
+        assert build_policy("epic()") == Epic()
+
+    def test_wrappers_stand_before_a_plus(self) -> None:
+        built = build_policy("heads(4)+grouped+attended", {"scorer": "target"})
+        assert built == Heads(4, inner=Grouped(inner=Attended("target")))
+        assert built.questions() == Attended("target").questions()
+
+    def test_what_a_wrapper_wraps_tells_whether_a_speculative_model_is_needed(self) -> None:
+        assert build_policy("heads+attended").needs_speculative_kv
+        assert build_policy("dealt(speculative)+epic").needs_speculative_kv
+        assert not build_policy("dealt(target)+epic").needs_speculative_model
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("epic+attended", "Unknown wrapper 'epic'"),
+            ("heads", "Unknown policy 'heads'"),
+            ("heads(4)+", "'' in policy .* is no policy"),
+            ("epic(1", r"'epic\(1' in policy .* is no policy"),
+            ("attended(target, all, 3)", "has 2 options, and 3 values"),
+            ("attended(layers=all, target)", "'target' .* stands behind an option with a name"),
+            ("attended(target, scorer=target)", "is given scorer twice"),
+            ("heads(0)+epic", "tokens is 0; it must be a whole number at least 1"),
+            ("heads(inner=3)+epic", "Unknown options of policy 'heads': inner. Known: tokens"),
+            ("adaptive+epic", "no score of its own"),
+        ],
+    )
+    def test_what_is_no_policy_is_refused(self, name: str, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            build_policy(name)
 
 
 class TestStore:

@@ -10,6 +10,8 @@ from speccache_rag.selection.attended import Attended
 from speccache_rag.selection.base import SelectionPolicy
 from speccache_rag.selection.baselines import FullRecompute, FullReuse, RandomSelection
 from speccache_rag.selection.cacheblend import CacheBlend
+from speccache_rag.selection.dealt import deal
+from speccache_rag.selection.factory import build_policy
 from speccache_rag.selection.speccache import SpecCachePolicy
 from speccache_rag.types import AssembledPrompt
 from tests.contract.policy_contract import answers_of, make_chunk, make_prompt
@@ -23,7 +25,7 @@ def scored(lengths: list[int], scores: list[float]) -> tuple[AssembledPrompt, np
     return prompt, importance
 
 
-def chosen(policy: SpecCachePolicy, lengths: list[int], scores: list[float], ratio: float) -> list[int]:
+def chosen(policy: SelectionPolicy, lengths: list[int], scores: list[float], ratio: float) -> list[int]:
     """Selected chunk tokens, counted over chunk tokens alone."""
     prompt, importance = scored(lengths, scores)
     positions = policy.select(prompt, ratio, answers_of(policy, importance)).positions
@@ -169,3 +171,35 @@ def test_a_mask_is_no_selection() -> None:
 
     with pytest.raises(ConfigurationError, match="Mask.choose gave"):
         Mask().select(scored([6], [0.0] * 6)[0], 0.5, {})
+
+
+class TestWrappers:
+    def test_heads_first_then_what_the_inner_policy_finds_best(self) -> None:
+        policy = build_policy("heads(2)+attended")
+        assert chosen(policy, [4, 4], [9, 8, 7, 6, 1, 2, 3, 4], 5 / 8) == [0, 1, 2, 4, 5]
+
+    def test_heads_alone_where_the_budget_ends_with_them(self) -> None:
+        assert chosen(build_policy("heads(3)+attended"), [4, 4], [0, 0, 0, 9, 0, 0, 0, 9], 3 / 8) == [0, 1, 4]
+
+    def test_a_chunk_shorter_than_its_head(self) -> None:
+        assert chosen(build_policy("heads(3)+attended"), [1, 6], [0, 0, 0, 0, 1, 9, 2], 5 / 7) == [0, 1, 2, 3, 5]
+
+    def test_groups_are_taken_whole(self) -> None:
+        policy = build_policy("grouped(2)+attended")
+        assert chosen(policy, [4, 3], [0, 9, 1, 1, 5, 5, 8], 3 / 7) == [4, 5, 6]
+        assert chosen(policy, [4, 3], [0, 9, 1, 1, 4, 4, 2], 2 / 7) == [0, 1]
+
+    def test_a_chunk_the_query_ignores_gets_nothing(self) -> None:
+        policy = build_policy("dealt+epic")
+        assert chosen(policy, [4, 4, 4], [3, 3, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0], 4 / 12) == [0, 1, 2, 8]
+
+    def test_what_a_small_chunk_cannot_take_goes_to_the_others(self) -> None:
+        assert deal(6, np.array([9.0, 1.0, 0.0]), np.array([2, 9, 9])).tolist() == [2, 4, 0]
+        assert deal(2, np.array([1.0, 1.0, 1.0]), np.array([5, 5, 5])).tolist() == [1, 1, 0]
+        assert deal(9, np.array([1.0, 0.0]), np.array([3, 3])).tolist() == [3, 0]
+
+    def test_an_easy_prompt_pays_less(self) -> None:
+        policy = build_policy("adaptive(0.5)+attended")
+        assert chosen(policy, [8], [8, 0, 0, 0, 0, 0, 0, 1], 0.5) == [0]
+        assert chosen(policy, [8], [1] * 8, 0.5) == [0, 1, 2, 3]
+        assert chosen(policy, [8], [1] * 8, 0.25) == [0, 1]

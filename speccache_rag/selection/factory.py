@@ -52,11 +52,13 @@ def _made(
         raise ConfigurationError(f"Policy {term.name!r} cannot be made: {error}.", hint="") from error
 
 
-def _class_of(name: str, registry: Registry, wanted: type[SelectionPolicy]) -> type[SelectionPolicy]:
-    found = registry.load(name)
-    if not (isinstance(found, type) and issubclass(found, wanted)):
+def _class_of(name: str, registry: Registry, wanted: type) -> type[SelectionPolicy]:
+    found: Any = registry.load(name)
+    fits = isinstance(found, type) and issubclass(found, wanted)
+    if not fits:
         raise ConfigurationError(
             f"{registry.kind.capitalize()} {name!r} is {found!r}, which is no {wanted.__name__}.",
             hint=f"Let the entry point name a subclass of {wanted.__module__}.{wanted.__name__}.",
         )
-    return found
+    policy_class: type[SelectionPolicy] = found
+    return policy_class

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
+from speccache_rag.engines.reuse.attention import QUERY_TOKENS
 from speccache_rag.engines.transformers.cache import KVShape, ReuseCache
 from speccache_rag.engines.transformers.support import check_model, kv_shape, rope_table
 from speccache_rag.engines.transformers.watching import watching
@@ -109,8 +110,10 @@ class TargetModel:
         """Like `recompute`, and watches the rows of positions `first` to the end, which must be among `positions`.
 
         Returns:
-            float32 [Q, T]: the maximum over heads and `layers` of their attention probabilities on each key.
+            float32 [Q, T]: the maximum over heads and `layers` of their attention probabilities on each key, for the
+            last `QUERY_TOKENS` of those rows at most.
         """
+        first = max(first, len(token_ids) - QUERY_TOKENS)
         with watching(self._model, layers, len(token_ids) - first, first) as watch:
             self._sparse(token_ids, positions, cache)
         if watch.most is None:

@@ -34,8 +34,7 @@ class AttentionWatch:
         if module.layer_idx in self._layers:
             rows, keys = query[0, :, -self._n_rows :].transpose(0, 1), key[0].transpose(0, 1)
             scale = options.get("scaling") or query.shape[-1] ** -0.5
-            seen = attention_on_keys(rows, keys, scale, self._first_position, options.get("softcap"))
-            self.most = seen if self.most is None else torch.maximum(self.most, seen)
+            self.most = attention_on_keys(rows, keys, scale, self._first_position, options.get("softcap"), self.most)
         return self._usual(module, query, key, value, mask, **options)
 
 

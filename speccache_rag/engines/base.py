@@ -28,13 +28,35 @@ class ModelFacts:
     """Tokens, prompt and answer together."""
 
     @classmethod
-    def of(cls, model: Path, *, quantization: object, dtype: object, rope: object, max_model_len: int) -> ModelFacts:
+    def of(
+        cls,
+        model: Path,
+        *,
+        quantization: object,
+        dtype: object,
+        rope: object,
+        max_model_len: int,
+        changes: str = "",
+        load_format: str = "auto",
+    ) -> ModelFacts:
         """The facts of a model folder as an engine loads it.
 
         Made here and nowhere else, because a store warmed by one engine serves the other only if both spell them alike.
+
+        Args:
+            model: the folder.
+            quantization: the method's name, or None.
+            dtype: of the computation.
+            rope: RoPE parameters.
+            max_model_len: in tokens.
+            changes: what runs instead of what the folder's config says (`fingerprint.config_changes`).
+            load_format: how weights are read; all but the usual ways may give other weights.
         """
+        parts = [model_fingerprint(model), str(quantization), changes]
+        if load_format not in ("auto", "hf", "safetensors"):
+            parts.append(load_format)
         return cls(
-            fingerprint=f"{model_fingerprint(model)}:{quantization}",
+            fingerprint=":".join(filter(None, parts)),
             dtype=str(dtype).removeprefix("torch."),
             rope=json.dumps(rope, sort_keys=True, default=str),
             max_model_len=max_model_len,

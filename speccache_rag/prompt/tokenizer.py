@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,17 @@ from speccache_rag.errors import ConfigurationError, EmptyChunk, PromptError
 from speccache_rag.prompt.chat import Chat
 from speccache_rag.prompt.templates import CONTEXT_MARK, ChatTemplate, text_before
 from speccache_rag.types import AssembledPrompt, ChunkMatch, Offsets, Placement
+
+logger = logging.getLogger(__name__)
+
+
+def _clock(ahead: timedelta) -> dict[str, Any]:
+    """The variable by which templates ask for the time, as it will be."""
+    return {"strftime_now": lambda format_: (datetime.now() + ahead).strftime(format_)}
+
+
+_OTHER_CLOCKS = (_clock(timedelta(days=400, hours=13, minutes=13, seconds=17)), _clock(timedelta(days=45, hours=7)))
+"""Two, because one may show the same weekday or the same half of the day."""
 
 
 class PromptTokenizer:
@@ -72,10 +86,33 @@ class PromptTokenizer:
         return self._chat.render(chat)
 
     def header(self, template_kwargs: Mapping[str, Any] | None = None) -> str:
-        """The text the chat template puts in front of a single user message; "" without a template."""
+        """The lasting text that the chat template puts in front of a single user message; "" without a template.
+
+        Where the template prints a date or a time, the header ends with the line before it, and a warning says so:
+        what is computed behind text that changes tomorrow would be found by nobody tomorrow.
+        """
         if not self.has_chat_template:
             return ""
-        asked = Chat([{"role": "user", "content": CONTEXT_MARK}], template_kwargs=template_kwargs or {})
+        given = template_kwargs or {}
+        now = self._header(given)
+        lasting = min(
+            (os.path.commonprefix([now, self._header({**clock, **given})]) for clock in _OTHER_CLOCKS), key=len
+        )
+        if lasting == now:
+            return now
+        lasting = lasting[: lasting.rfind("\n") + 1]
+        logger.warning(
+            "The chat template of %r prints the date or the time (%r). Chunks are captured behind the text before it, "
+            "%r, so that they are found tomorrow too. For a longer header pass anchor=..., or the date as a fixed "
+            "variable in chat_template_kwargs.",
+            self._tokenizer.name_or_path,
+            now[len(lasting) :][:60],
+            lasting,
+        )
+        return lasting
+
+    def _header(self, template_kwargs: Mapping[str, Any]) -> str:
+        asked = Chat([{"role": "user", "content": CONTEXT_MARK}], template_kwargs=template_kwargs)
         return text_before(self.render(asked), CONTEXT_MARK) or ""
 
     def assemble(self, text: str, matches: Sequence[ChunkMatch], *, add_bos: bool = False) -> AssembledPrompt:

@@ -52,6 +52,12 @@ def test_vllm_logs_no_stats_unless_asked_to() -> None:
     assert args_of(disable_log_stats=False).disable_log_stats is False
 
 
+def test_random_weights_are_refused_beside_a_store_on_disk() -> None:
+    with pytest.raises(ConfigurationError, match=r"'dummy'.*'chunks'"):
+        args_of(load_format="dummy")
+    assert engine_args(FOLDER, {"load_format": "dummy"}, {"path": None}).load_format == "dummy"
+
+
 def test_unknown_engine_options_are_named() -> None:
     with pytest.raises(ConfigurationError) as caught:
         args_of(max_modle_len=128, gpu_memory=0.5, max_model_len=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from speccache_rag.errors import PromptError
 from speccache_rag.prompt.templates import ChatTemplate, Turn, text_before
+from speccache_rag.prompt.tokenizer import PromptTokenizer
 from tests.tiny import tiny_tokenizer
 
 # Each is the essence of one that a known family of models has.
@@ -161,3 +163,35 @@ def test_what_is_no_text_is_refused(base: PreTrainedTokenizerFast) -> None:
     parts: Any = [{"type": "image_url", "image_url": {"url": "x.png"}}]
     with pytest.raises(PromptError, match="user message holds something other than text"):
         ChatTemplate(base).render([{"role": "user", "content": parts}])
+
+
+class TestHeader:
+    """The anchor of a template that prints what changes by itself."""
+
+    @pytest.fixture(autouse=True)
+    def tokenizer(self, base: PreTrainedTokenizerFast) -> None:
+        self.base = base
+
+    def header(self, system: str, **given: Any) -> str:
+        self.base.chat_template = "<|im_start|>system\n" + system + "<|im_end|>\n" + CHATML
+        return PromptTokenizer(self.base).header(given)
+
+    @pytest.mark.parametrize("format_", ["%d %b %Y", "%A", "%H:%M", "%Y", "%I %p", "%B", "%S", "%j"])
+    def test_it_ends_before_a_date_and_says_so(self, format_: str, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING):
+            header = self.header("Be brief.\nToday Date: {{ strftime_now('" + format_ + "') }}\nBe kind.")
+        assert header == "<|im_start|>system\nBe brief.\n"
+        assert len(caplog.records) == 1
+        assert "prints the date or the time" in caplog.text
+
+    def test_a_fixed_date_is_part_of_it(self, caplog: pytest.LogCaptureFixture) -> None:
+        template = "{% if date_string is defined %}{{ date_string }}{% else %}{{ strftime_now('%Y') }}{% endif %}\n"
+        with caplog.at_level(logging.WARNING):
+            header = self.header(template, date_string="26 Jul 2024")
+        assert header == "<|im_start|>system\n26 Jul 2024<|im_end|>\n<|im_start|>user\n"
+        assert caplog.records == []
+
+    def test_what_stays_is_kept_whole(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING):
+            assert self.header("Be brief.") == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        assert caplog.records == []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
@@ -36,6 +37,7 @@ from speccache_rag.engines.vllm.frontend.worker_ram import WorkerRam
 from speccache_rag.engines.vllm.plan import CapturePlan, Inquiry, ReusePlan
 from speccache_rag.engines.vllm.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineError, EngineStartError, SpecCacheError
+from speccache_rag.fingerprint import config_changes
 from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.store.factory import build_disk
 from speccache_rag.types import AssembledPrompt, ChunkKey, Selection
@@ -246,12 +248,15 @@ def _vllm_errors() -> Iterator[None]:
 
 def _facts(model: Path, config: VllmConfig) -> ModelFacts:
     settings = config.model_config
+    saved = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
     return ModelFacts.of(
         model,
         quantization=settings.quantization,
         dtype=settings.dtype,
         rope=getattr(settings.hf_text_config, "rope_parameters", None),
         max_model_len=int(settings.max_model_len),
+        changes=config_changes(settings.hf_config.to_dict(), saved.to_dict()),
+        load_format=str(config.load_config.load_format),
     )
 
 

@@ -45,6 +45,11 @@ def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any
         raise ConfigurationError(
             f"Engine option {', '.join(map(repr, taken))} is set by SpecCache itself.", hint="Leave it out."
         )
+    if options.get("load_format") == "dummy" and store.get("path") is not None:
+        raise ConfigurationError(
+            f"load_format is 'dummy': random weights would fill the store at {store['path']!r} with meaningless KV.",
+            hint="Pass store=None, or load the real weights.",
+        )
     transfer = KVTransferConfig(
         kv_connector="SpecCacheConnector",
         kv_connector_module_path=f"{_PACKAGE}.connector",

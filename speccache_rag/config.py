@@ -31,6 +31,11 @@ class SpecCacheConfig(BaseModel):
         description="'cached' scores each chunk alone at warm time; 'online' scores every prompt (the paper).",
     )
     recompute_ratio: float = Field(default=0.15, ge=0.0, le=1.0, description="Fraction of chunk tokens recomputed.")
+    min_reuse_tokens: int = Field(
+        default=32,
+        ge=1,
+        description="Shorter runs of a chunk's tokens are computed with the text around them, not loaded.",
+    )
     store: str | None = Field(
         default=None,
         description="Folder that keeps chunk KV between runs, behind the RAM tier; None keeps it in RAM only.",

@@ -11,28 +11,31 @@ import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
-import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Self
 
 from speccache_rag.chunks.library import ChunkLibrary
-from speccache_rag.chunks.prefetch_queue import PrefetchQueue
 from speccache_rag.chunks.recapture import Recaptures
 from speccache_rag.chunks.warming import plan_warm, warm_chunks
-from speccache_rag.config import Scoring, SpecCacheConfig
+from speccache_rag.config import SpecCacheConfig
+from speccache_rag.engines.base import Followed, FollowingEngine
 from speccache_rag.errors import ConfigurationError, EngineClosed, SpecCacheError
 from speccache_rag.hosting.doctor import Check, examine
 from speccache_rag.hosting.engine_host import EngineHost
 from speccache_rag.plan.call import Call
-from speccache_rag.plan.explanation import explain_request
-from speccache_rag.plan.planner import PreparedRequest, Prompt, prepare
+from speccache_rag.plan.draft import Draft
+from speccache_rag.plan.explanation import explanation_of
+from speccache_rag.plan.options import CallOptions, PlanOptions, split_options
+from speccache_rag.plan.planner import Planner
+from speccache_rag.plan.prompt_plan import Prompt, PromptPlan
+from speccache_rag.plan.report import report_of
 from speccache_rag.plan.scoring_models import ScoringModels
 from speccache_rag.plan.totals import Counters
 from speccache_rag.selection.factory import build_policy
-from speccache_rag.types import Chunk, ChunkKey, Completion, Delta, Explanation, Usage, WarmReport
+from speccache_rag.types import Chunk, Completion, Delta, Explanation, Usage, WarmReport
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +59,8 @@ class SpecCache:
 
     def __init__(self, **options: Any) -> None:
         self.config = SpecCacheConfig.build(**options)
-        self._policy = build_policy(self.config.policy, self.config.policy_options)
-        if self._policy.needs_speculative_model and self.config.speculative_model is None:
+        policy = build_policy(self.config.policy, self.config.policy_options)
+        if policy.needs_speculative_model and self.config.speculative_model is None:
             raise ConfigurationError(
                 f"Policy {self.config.policy!r} scores tokens with a speculative model, and none is configured.",
                 hint="Pass speculative_model=..., or a policy that needs none, such as policy='full_reuse'.",
@@ -65,8 +68,8 @@ class SpecCache:
         host = EngineHost.acquire(self.config)
         self._host: EngineHost | None = host
         self._models = ScoringModels(host, self.config)
+        self._planner = Planner(host, self.config, policy, self._models)
         self._counters = Counters()
-        self._prefetches = PrefetchQueue()
         self._recaptures = Recaptures(self._capture, self._counters.add_recapture)
         self._lock = threading.Lock()
 
@@ -141,7 +144,7 @@ class SpecCache:
         speculative = WarmReport()
         with tqdm(total=len(chunks), desc="warm", unit="chunk", disable=not show_progress) as bar:
             report = host.loop.run(warm_chunks(host.engine, library, scorer, chunks, bar.update))
-        if self._policy.needs_speculative_kv:
+        if self._planner.policy.needs_speculative_kv:
             with tqdm(total=len(chunks), desc="warm speculative", unit="chunk", disable=not show_progress) as bar:
                 speculative = self._models.warm([chunk.text for chunk in chunks], bar.update)
         return replace(
@@ -167,30 +170,42 @@ class SpecCache:
             PromptError: one text was given instead of several, or something that is no text.
         """
         # Where texts wait already, a thread is about to take them all.
-        if self._prefetches.put(texts) and self._open().running:
+        if self._planner.prefetches.put(texts) and self._open().running:
             threading.Thread(target=self._prefetch_now, name="speccache-prefetch", daemon=True).start()
 
-    # Generate.
+    # Plan and generate.
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | None = None,
-        recompute_ratio: float | None = None,
-        scoring: Scoring | None = None,
-        **sampling: Any,
-    ) -> Completion:
-        """Answer a prompt.
+    def plan(self, prompt: Prompt, **options: Unpack[PlanOptions]) -> PromptPlan:
+        """What would be done to a prompt: what is loaded, recomputed and computed fresh, and why. Generates nothing.
 
         Args:
             prompt: text, used as it is, or chat messages, rendered with the model's chat template.
-            policy: another selection policy than the configured one, for this call.
-            recompute_ratio: likewise.
-            scoring: likewise.
-            **sampling: vLLM `SamplingParams` by name: max_tokens (default: what the context leaves), temperature,
-                top_p, stop, seed, logprobs, ...; `timeout` in seconds; and for messages `tools` and `tool_choice` in
-                OpenAI's shapes, `parallel_tool_calls`, and `chat_template_kwargs` for the chat template.
+            **options: for this call, in place of the configured ones (`PlanOptions`).
+
+        Raises:
+            PromptError: the prompt cannot be served (too long, no chat template, ...).
+            ConfigurationError: an option is unknown or out of range.
+            EngineError: a question of the policy failed.
+        """
+        return self._host_running().loop.run(self._planner.plan(prompt, split_options(options)[0]))
+
+    async def aplan(self, prompt: Prompt, **options: Unpack[PlanOptions]) -> PromptPlan:
+        """`plan` for an event loop."""
+        host = await self._ahost_running()
+        return await host.loop.run_from_loop(self._planner.plan(prompt, split_options(options)[0]))
+
+    def explain(self, prompt: Prompt, **options: Unpack[PlanOptions]) -> Explanation:
+        """What would be loaded, recomputed and computed fresh, token by token; generates nothing."""
+        return explanation_of(self.plan(prompt, **options))
+
+    def generate(self, prompt: Prompt | PromptPlan, **options: Unpack[CallOptions]) -> Completion:
+        """Answer a prompt.
+
+        Args:
+            prompt: as `plan` takes it, or a plan that it made.
+            **options: for this call (`CallOptions`): those of `plan`, all vLLM `SamplingParams` by name, `timeout` in
+                seconds; for messages also `tools` and `tool_choice` in OpenAI's shapes, `parallel_tool_calls`, and
+                `chat_template_kwargs` for the chat template.
 
         Raises:
             PromptError: the prompt cannot be served (too long, no chat template, ...).
@@ -198,65 +213,43 @@ class SpecCache:
             RequestTimeout: the answer took longer than `timeout`.
             EngineError: the engine failed.
         """
-        deltas = self.stream(prompt, policy=policy, recompute_ratio=recompute_ratio, scoring=scoring, **sampling)
-        return _last(list(deltas))
+        return _last(list(self.stream(prompt, **options)))
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | None = None,
-        recompute_ratio: float | None = None,
-        scoring: Scoring | None = None,
-        **sampling: Any,
-    ) -> Generator[Delta, None, None]:
+    def stream(self, prompt: Prompt | PromptPlan, **options: Unpack[CallOptions]) -> Generator[Delta, None, None]:
         """Like `generate`, piece by piece. Nothing runs before the first `next`; closing it frees the request."""
-        call = Call.of(prompt, sampling, self.config, self.tokenizer)
-        prepared = self._prepare(call.prompt, policy, recompute_ratio, scoring, call.sampling)
-        yield from self._open().loop.iterate(lambda: self._answer(call, prepared))
+        host = self._host_running()
+        started = time.perf_counter()
+        yield from host.loop.iterate(lambda: self._serve(prompt, options, started))
 
-    async def agenerate(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | None = None,
-        recompute_ratio: float | None = None,
-        scoring: Scoring | None = None,
-        **sampling: Any,
-    ) -> Completion:
+    async def agenerate(self, prompt: Prompt | PromptPlan, **options: Unpack[CallOptions]) -> Completion:
         """`generate` for an event loop."""
-        deltas = self.astream(prompt, policy=policy, recompute_ratio=recompute_ratio, scoring=scoring, **sampling)
-        return _last([delta async for delta in deltas])
+        return _last([delta async for delta in self.astream(prompt, **options)])
 
-    async def astream(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | None = None,
-        recompute_ratio: float | None = None,
-        scoring: Scoring | None = None,
-        **sampling: Any,
-    ) -> AsyncGenerator[Delta, None]:
+    async def astream(self, prompt: Prompt | PromptPlan, **options: Unpack[CallOptions]) -> AsyncGenerator[Delta, None]:
         """`stream` for an event loop."""
-        call = await asyncio.to_thread(lambda: Call.of(prompt, sampling, self.config, self.tokenizer))
-        prepared = await asyncio.to_thread(self._prepare, call.prompt, policy, recompute_ratio, scoring, call.sampling)
-        async with contextlib.aclosing(self._open().loop.aiterate(lambda: self._answer(call, prepared))) as deltas:
+        host = await self._ahost_running()
+        started = time.perf_counter()
+        async with contextlib.aclosing(host.loop.aiterate(lambda: self._serve(prompt, options, started))) as deltas:
             async for delta in deltas:
                 yield delta
 
-    # Look.
+    def follow(
+        self, plan: PromptPlan, answer_ids: Sequence[int] | None = None, *, max_new_tokens: int = 16
+    ) -> Followed:
+        """A planned prompt's own greedy answer, and its logits along a given one (see `FollowingEngine`).
 
-    def explain(
-        self,
-        prompt: Prompt,
-        *,
-        policy: str | None = None,
-        recompute_ratio: float | None = None,
-        scoring: Scoring | None = None,
-    ) -> Explanation:
-        """What would be loaded, recomputed and computed fresh, token by token; generates nothing."""
-        call = Call.of(prompt, {}, self.config, self.tokenizer)
-        return explain_request(self._prepare(call.prompt, policy, recompute_ratio, scoring, {}))
+        Raises:
+            ConfigurationError: the engine does not give logits over the whole vocabulary.
+        """
+        host = self._host_running()
+        if not isinstance(host.engine, FollowingEngine):
+            raise ConfigurationError(
+                f"engine {self.config.engine!r} gives no logits over the whole vocabulary.",
+                hint="Pass engine='transformers'.",
+            )
+        return host.loop.run(host.engine.follow(plan.reuse, answer_ids, max_new_tokens=max_new_tokens))
+
+    # Look.
 
     def stats(self) -> dict[str, Any]:
         """Totals since this object was made, and the number of known chunks if the engine runs."""
@@ -297,83 +290,70 @@ class SpecCache:
             raise EngineClosed("This SpecCache was closed.")
         return self._host
 
+    def _host_running(self) -> EngineHost:
+        """The host, its engine running; starts it, which is no part of a request's time."""
+        host = self._open()
+        _ = host.engine
+        return host
+
+    async def _ahost_running(self) -> EngineHost:
+        host = self._open()
+        return host if host.running else await asyncio.to_thread(self._host_running)
+
     @property
     def _library(self) -> ChunkLibrary:
         return self._open().library(self.config)
 
     def _prefetch_now(self) -> None:
         try:
-            self._learn_prefetched()
+            self._planner.learn_prefetched()
         except EngineClosed:
             logger.debug("closed while chunks were prefetched")
         except SpecCacheError as error:
             logger.warning("chunks were not prefetched: %s", error)
 
-    def _learn_prefetched(self) -> None:
-        host, library = self._open(), self._library
-        if keys := self._prefetches.learn(library):
-            host.loop.run(host.engine.prefetch(keys))
+    async def _serve(
+        self, prompt: Prompt | PromptPlan, options: Mapping[str, Any], started: float
+    ) -> AsyncGenerator[Delta, None]:
+        """An answer, from the plan on. Runs on the engine's loop."""
+        call, begun = await asyncio.to_thread(self._begin, prompt, options, started)
+        plan = await self._planner.finish(begun) if isinstance(begun, Draft) else begun
+        async with contextlib.aclosing(call.answer(self._deltas(plan, call.sampling), plan.reuse.token_ids)) as deltas:
+            async for delta in deltas:
+                yield delta
 
-    def _prepare(
-        self,
-        prompt: Prompt,
-        policy: str | None,
-        recompute_ratio: float | None,
-        scoring: Scoring | None,
-        sampling: Mapping[str, Any],
-    ) -> PreparedRequest:
-        host, library = self._open(), self._library
-        self._learn_prefetched()
-        given = {"policy": policy, "recompute_ratio": recompute_ratio, "scoring": scoring}
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if policy not in (None, self.config.policy):
-            changes["policy_options"] = {}  # they are the configured policy's
-        config = SpecCacheConfig.build(**{**self.config.model_dump(), **changes})
+    def _begin(
+        self, prompt: Prompt | PromptPlan, options: Mapping[str, Any], started: float
+    ) -> tuple[Call, Draft | PromptPlan]:
+        """What a call does before it needs the engine's loop."""
+        planned, others = split_options(options)
+        if isinstance(prompt, PromptPlan):
+            if planned:
+                raise ConfigurationError(f"{', '.join(planned)} given, and the prompt is planned already.", hint="")
+            call = Call.of(prompt.asked, others, self.config, self.tokenizer, started)
+            return call, replace(prompt, started=started, score_s=0.0, align_s=0.0)
+        call = Call.of(prompt, others, self.config, self.tokenizer, started)
+        return call, self._planner.draft(call.prompt, planned, started)
 
-        def present(keys: Sequence[ChunkKey]) -> np.ndarray:
-            return host.loop.run(host.engine.present(keys))
-
-        def prefetch(keys: Sequence[ChunkKey]) -> None:
-            host.loop.run(host.engine.prefetch(keys))
-
-        return prepare(
-            prompt,
-            tokenizer=host.tokenizer,
-            library=library,
-            present=present,
-            prefetch=prefetch,
-            max_model_len=host.engine.facts.max_model_len,
-            policy_name=config.policy,
-            policy=build_policy(config.policy, config.policy_options),
-            recompute_ratio=config.recompute_ratio,
-            models=self._models,
-            scoring=config.scoring,
-            sampling=sampling,
-        )
-
-    def _answer(self, call: Call, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
-        """Runs on the engine's loop."""
-        return call.answer(self._deltas(prepared), prepared.prompt.token_ids)
-
-    async def _deltas(self, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, plan: PromptPlan, sampling: Mapping[str, Any]) -> AsyncGenerator[Delta, None]:
         text, n_new, ttft_s = "", 0, 0.0
         token_ids: tuple[int, ...] = ()
         logprobs: list[Mapping[int, float]] = []
-        async with contextlib.aclosing(self._open().engine.generate(prepared.request)) as pieces:
+        async with contextlib.aclosing(self._open().engine.generate(plan.reuse, sampling)) as pieces:
             async for piece in pieces:
                 if n_new == 0 and piece.n_new_tokens:
-                    ttft_s = time.perf_counter() - prepared.started
+                    ttft_s = time.perf_counter() - plan.started
                 text += piece.text
                 n_new += piece.n_new_tokens
                 token_ids += tuple(piece.token_ids)
                 logprobs += piece.logprobs or []
                 completion = None
                 if piece.outcome is not None:
-                    report = prepared.finish_report(piece.outcome, ttft_s)
+                    report = report_of(plan, piece.outcome, ttft_s)
                     self._counters.add_report(report)
                     usage = Usage(report.prompt_tokens, n_new, report.cached_tokens + report.loaded_tokens)
                     completion = Completion(text, report, usage, piece.finish_reason, logprobs or None)
-                    placed = {p.chunk.key: p.chunk for p in prepared.prompt.placements}
+                    placed = {p.chunk.key: p.chunk for p in plan.prompt.placements}
                     self._recaptures.begin(chunk for key, chunk in placed.items() if key in report.missed_keys)
                 if piece.text or completion is not None:
                     yield Delta(piece.text, completion, token_ids=token_ids)

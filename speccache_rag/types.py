@@ -132,17 +132,12 @@ class Selection:
     """The ratio asked for; `effective_ratio` is what came of it."""
     n_chunk_tokens: int
 
-    @classmethod
-    def nothing(cls, prompt: AssembledPrompt) -> Selection:
-        """Recompute no chunk token of a prompt."""
-        return cls(np.empty(0, dtype=np.int64), 0.0, prompt.n_chunk_tokens)
-
     @property
     def effective_ratio(self) -> float:
         return len(self.positions) / self.n_chunk_tokens if self.n_chunk_tokens else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PrefillReport:
     """What happened to a prompt's tokens before the first new token, and how long it took.
 
@@ -165,6 +160,8 @@ class PrefillReport:
     chunks_matched: int = 0
     chunks_reused: int = 0
     missed_keys: tuple[str, ...] = ()
+    fault: str | None = None
+    """Why nothing was reused although chunks were stored, where the engine failed at it; else None."""
     policy: str = "full_recompute"
     scoring: str | None = None
     recompute_ratio: float = 1.0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from speccache_rag import SpecCache
-from speccache_rag.plan.planner import Prompt
+from speccache_rag.plan.prompt_plan import Prompt
 from speccache_rag.prompt.templates import ChatTemplate
 from speccache_rag.types import Completion, Delta, PrefillReport, WarmReport
 

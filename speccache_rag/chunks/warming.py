@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.engines.base import CaptureRequest, Engine
+from speccache_rag.engines.reuse.kind import exact_kind
 from speccache_rag.errors import PromptError
 from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.types import Chunk, WarmReport
@@ -64,15 +65,16 @@ async def warm_chunks(
         StoreUnavailable: KV could not be written.
     """
     started = time.perf_counter()
-    held = await engine.present([chunk.key for chunk in chunks])
+    held = engine.present([chunk.key for chunk in chunks])
     present = {chunk.key for chunk, here in zip(chunks, held, strict=True) if here}
+    namespace, kind = library.namespace, exact_kind(library.namespace.tenant)
     gate = asyncio.Semaphore(IN_FLIGHT)
 
     async def one(chunk: Chunk) -> tuple[int, int]:
         tokens = stored = 0
         async with gate:
             if chunk.key not in present:
-                result = await engine.capture(CaptureRequest(chunk, library.namespace.anchor_ids))
+                result = await engine.capture(CaptureRequest(chunk, namespace.anchor_ids, kind))
                 tokens, stored = result.n_tokens, result.nbytes
             # On a thread: SQLite may have to wait for another process.
             await asyncio.to_thread(library.learn, chunk)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
+from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.fingerprint import model_fingerprint
-from speccache_rag.scoring.layers import LayerRange
-from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, Selection
+from speccache_rag.scoring.questions import TargetQuestion
+from speccache_rag.types import Chunk, ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class CaptureRequest:
 
     chunk: Chunk
     anchor_ids: tuple[int, ...]
+    kind: str = ""
+    """The kind of exact KV that it leaves in the engine's prefix cache: its tenant's own (`exact_kind`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,31 +85,19 @@ class CaptureResult:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """A prompt to serve. `selection` None means plain prefill: nothing is reused."""
-
-    prompt: AssembledPrompt
-    selection: Selection | None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM `SamplingParams` names: max_tokens, temperature, stop, seed, ..."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReuseOutcome:
-    """What the engine did with the reuse region; token counts and seconds."""
+    """What an engine found and spent when it carried out a plan; `ReusePlan.counts` makes token counts of it."""
 
     cached_tokens: int = 0
     """Prompt tokens, anywhere, held by the engine's own prefix cache."""
-    cached_chunk_tokens: int = 0
-    """Those of them that belong to a chunk."""
-    loaded_tokens: int = 0
-    recomputed_tokens: int = 0
-    missed_tokens: int = 0
     missed_keys: tuple[str, ...] = ()
+    """Chunks that the plan has as stored, and whose KV was gone or unusable."""
     load_s: float = 0.0
     load_hidden_s: float = 0.0
     """Loading that was done before this request needed it; no part of `load_s`."""
     recompute_s: float = 0.0
+    fault: str | None = None
+    """Why the plan could not be carried out, and the whole prompt was computed instead; None where it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +115,7 @@ class EngineDelta:
 
 
 class Engine(Protocol):
-    """An inference engine with chunk KV. Coroutines run on the engine's own event loop (engines/loop.py)."""
+    """An inference engine with chunk KV. Its coroutines run on the event loop that awaited `start`."""
 
     facts: ModelFacts
 
@@ -143,34 +135,35 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        """Serve a prompt; closing the iterator frees the request."""
+    def generate(self, plan: ReusePlan, sampling: Mapping[str, Any]) -> AsyncGenerator[EngineDelta, None]:
+        """Serve a prompt as planned; closing the iterator frees the request.
+
+        Args:
+            plan: the prompt, and what is reused of it.
+            sampling: vLLM `SamplingParams` names: max_tokens, temperature, stop, seed, ...
+        """
         ...
 
-    async def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
-        """float32 [T]: squared L2 distance of stored from true KV at layer index `layer` (see scoring/questions.py).
+    async def ask(self, plan: ReusePlan, question: TargetQuestion) -> np.ndarray:
+        """float32 [T]: the answer to a question about a prompt (scoring/questions.py), from its stored chunks' KV.
 
-        NaN outside chunks, 0 in chunks without stored KV.
+        NaN where the question says nothing about a token. What the plan recomputes is not looked at.
 
         Raises:
-            ConfigurationError: the model has no such layer.
+            ConfigurationError: the model cannot be asked that.
+            EngineError: the question failed; no other request is harmed.
         """
         ...
 
-    async def query_attention(self, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
-        """float32 [T]: attention of the tokens after the reuse region on each token, over fully reused chunk KV.
+    def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+        """bool [len(keys)]: whose KV is in the store. Any thread may call; it does not wait.
 
-        The mean over those tokens of the maximum over heads and counted layers. They are the query; where the prompt
-        ends inside its last chunk, the last token stands for it.
+        May err: a chunk that is not there after all is missed when it is loaded, and its tokens are computed.
         """
         ...
 
-    async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
-        """bool [len(keys)]: whose KV is in the store."""
-        ...
-
-    async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
-        """Begin to read stored KV into memory, and return: what is asked for next is then there, or on its way."""
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to read stored KV into memory. Any thread may call; it returns at once."""
         ...
 
     async def reset_prefix_cache(self) -> None:
@@ -179,4 +172,34 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop the engine and everything it started. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Followed:
+    """One prefill, asked for every token of an answer that it was given."""
+
+    followed_ids: tuple[int, ...]
+    """The given answer, or its own where none was given; the token that ends an answer is part of it."""
+    logits: torch.Tensor
+    """float32 [A, V] on the CPU: what the model says in the place of each of `followed_ids`, after those before."""
+    own_ids: tuple[int, ...]
+    """The answer that this prefill gives by itself, greedily."""
+    own_text: str
+
+
+@runtime_checkable
+class FollowingEngine(Engine, Protocol):
+    """An engine that also gives logits over the whole vocabulary, which comparisons of prefills need."""
+
+    async def follow(
+        self, plan: ReusePlan, answer_ids: Sequence[int] | None = None, *, max_new_tokens: int = 16
+    ) -> Followed:
+        """A prompt's own greedy answer, and its logits along a given one (teacher forcing).
+
+        Args:
+            plan: the prompt, and what is reused of it.
+            answer_ids: the answer to follow, at least one token; None follows the prompt's own.
+            max_new_tokens: the most tokens of an own answer.
+        """
         ...

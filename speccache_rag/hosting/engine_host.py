@@ -69,6 +69,8 @@ class EngineHost:
     @property
     def engine(self) -> Engine:
         """The running engine; starts it."""
+        if (found := self._engine) is not None:
+            return found  # not behind the lock, which is held while a scorer loads
         self._start()
         assert self._engine is not None
         return self._engine
@@ -76,6 +78,8 @@ class EngineHost:
     @property
     def loop(self) -> LoopThread:
         """The event loop the engine runs on; starts both."""
+        if (found := self._loop) is not None:
+            return found
         self._start()
         assert self._loop is not None
         return self._loop

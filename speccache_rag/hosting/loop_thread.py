@@ -60,6 +60,20 @@ class LoopThread:
                 self._catch_up()
             raise
 
+    async def run_from_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, which belongs to this loop, on another one.
+
+        Raises:
+            EngineClosed: the loop was stopped.
+        """
+        future = self._submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if future.cancelled() and self._stopped:
+                raise self._cancelled() from None
+            raise
+
     def _catch_up(self) -> None:
         """Wait until the loop knows of a cancellation, so that it starts no more of that work."""
         with contextlib.suppress(EngineClosed, TimeoutError):

@@ -42,14 +42,15 @@ class Call:
         options: Mapping[str, Any],
         config: SpecCacheConfig,
         tokenizer: PreTrainedTokenizerBase,
+        started: float | None = None,
     ) -> Call:
-        """The call that these options make of a prompt.
+        """The call that these options make of a prompt, `started` at a `time.perf_counter()`, now by default.
 
         Raises:
             ConfigurationError: an option is out of range, or belongs to messages and the prompt is text; or tools are
                 given, and nothing here reads calls of them.
         """
-        started = time.perf_counter()
+        started = time.perf_counter() if started is None else started
         sampling = dict(options)
         timeout_s = _seconds(sampling.pop("timeout", None))
         if (n := sampling.pop("n", None)) not in (None, 1):

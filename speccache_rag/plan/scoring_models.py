@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -10,13 +11,13 @@ import numpy as np
 
 from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.chunks.warming import warm_chunks
-from speccache_rag.config import SpecCacheConfig
+from speccache_rag.config import Scoring, SpecCacheConfig
+from speccache_rag.engines.reuse.plan import PlannedChunk, ReusePlan
 from speccache_rag.errors import ChunkTooLong, ConfigurationError, EngineClosed
 from speccache_rag.hosting.engine_host import EngineHost
 from speccache_rag.scoring.alignment import align_scores
 from speccache_rag.scoring.importance import SpeculativeScorer
-from speccache_rag.scoring.layers import LayerRange
-from speccache_rag.scoring.questions import KVDeviation, QueryAttention
+from speccache_rag.scoring.questions import Importance, QueryAttention, Question
 from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, WarmReport
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class MissingKV(Exception):
 
 
 class ScoringModels:
-    """What a `PromptProbe` asks. Engines start when first asked; `close` gives them up."""
+    """Answers what policies ask. The speculative model's engine starts when first asked; `close` gives it up."""
 
     def __init__(self, host: EngineHost, config: SpecCacheConfig) -> None:
         self._host = host
@@ -39,45 +40,67 @@ class ScoringModels:
         self._companion: tuple[EngineHost, ChunkLibrary] | None = None
         self._closed = False
 
-    def scorer(self, layers: LayerRange) -> SpeculativeScorer:
-        """The speculative model as a scorer of importance.
+    def importance(
+        self, question: Importance, prompt: AssembledPrompt, library: ChunkLibrary, scoring: Scoring
+    ) -> np.ndarray:
+        """float32 [T]: a forward pass over the prompt ("online"), or what was scored of its chunks ("cached").
 
         Raises:
             ConfigurationError: no speculative model is configured.
         """
-        found = self._host.scorer(self._config, layers)
-        if found is None:
-            raise _no_speculative_model()
+        if scoring == "online":
+            return self._online(question, prompt)
+        scorer = self._scorer(question)
+        found = np.full(prompt.n_tokens, np.nan, dtype=np.float32)
+        for placement in prompt.placements:
+            of_chunk = library.scores(placement.chunk, scorer)
+            found[placement.start : placement.end] = of_chunk[: placement.length]
         return found
 
-    def kv_deviation(self, prompt: AssembledPrompt, question: KVDeviation) -> np.ndarray:
-        """float32 [T], by the target (see scoring/questions.py)."""
-        return self._host.loop.run(self._host.engine.kv_deviation(prompt, question.layer, question.of))
+    async def ask(self, question: Question, plan: ReusePlan, prompt: AssembledPrompt) -> tuple[np.ndarray, str]:
+        """float32 [T] over the target's tokens, and how it was found. To be awaited on the engine's loop.
 
-    def query_attention(self, prompt: AssembledPrompt, question: QueryAttention) -> np.ndarray:
-        """float32 [T], by either model (see scoring/questions.py).
+        Where the speculative model lacks KV of some chunk, importance is scored online instead of its attention.
 
         Raises:
-            ConfigurationError: the scorer is "speculative" and none is configured.
-            MissingKV: it is, and has no KV of some chunk.
+            ConfigurationError: the speculative model is asked, and none is configured; or the model cannot be asked.
+            EngineError: the question failed.
         """
-        layers = question.layers
-        if question.scorer == "target":
-            return self._host.loop.run(self._host.engine.query_attention(prompt, layers))
+        assert not isinstance(question, Importance), "importance is answered beside the draft"
+        if isinstance(question, QueryAttention) and question.scorer == "speculative":
+            try:
+                return await self._speculative_attention(question, plan, prompt), "attended"
+            except MissingKV:
+                importance = Importance(question.layers)
+                return await asyncio.to_thread(self._online, importance, prompt), "online"
+        scoring = "attended" if isinstance(question, QueryAttention) else "deviation"
+        return await self._host.engine.ask(plan, question), scoring
+
+    async def _speculative_attention(
+        self, question: QueryAttention, plan: ReusePlan, prompt: AssembledPrompt
+    ) -> np.ndarray:
+        host, own, own_plan = await asyncio.to_thread(self._own_plan, plan, prompt)
+        attention = await host.loop.run_from_loop(host.engine.ask(own_plan, question))
+        return align_scores(own.offsets, attention, prompt.offsets)
+
+    def _own_plan(self, plan: ReusePlan, prompt: AssembledPrompt) -> tuple[EngineHost, AssembledPrompt, ReusePlan]:
+        """The prompt in the speculative model's own tokens, over its own chunk KV.
+
+        Raises:
+            MissingKV: it has none of some chunk that the target has.
+        """
         host, library = self._speculative()
         matches = library.match(prompt.text)
         own = host.tokenizer.assemble(prompt.text, matches)
-        if own.n_tokens > host.engine.facts.max_model_len:
-            raise MissingKV
         keys = [match.chunk.key for match in matches]
         known = {match.chunk.text for match in matches}
-        if any(placement.chunk.text not in known for placement in prompt.placements) or not all(
-            host.loop.run(host.engine.present(keys))
-        ):
+        stored = {chunk.key for chunk in plan.stored}
+        wanted = {placement.chunk.text for placement in prompt.placements if placement.chunk.key in stored}
+        if own.n_tokens > host.engine.facts.max_model_len or wanted - known or not host.engine.present(keys).all():
             raise MissingKV
-        host.loop.run(host.engine.prefetch(keys))
-        attention = host.loop.run(host.engine.query_attention(own, layers))
-        return align_scores(own.offsets, attention, prompt.offsets)
+        host.engine.prefetch(keys)
+        chunks = tuple(PlannedChunk(str(p.chunk.key), p.start, p.length) for p in own.placements)
+        return host, own, ReusePlan(own.token_ids, chunks)
 
     def warm(self, texts: Sequence[str], advance: Callable[[], None]) -> WarmReport:
         """Capture the texts' KV in the speculative model, under keys of its own in the same store.
@@ -94,6 +117,16 @@ class ScoringModels:
             companion, self._companion = self._companion, None
         if companion is not None:
             companion[0].release()
+
+    def _online(self, question: Importance, prompt: AssembledPrompt) -> np.ndarray:
+        offsets, scores = self._scorer(question).score(prompt.text)
+        return align_scores(offsets, scores, prompt.offsets)
+
+    def _scorer(self, question: Importance) -> SpeculativeScorer:
+        found = self._host.scorer(self._config, question.layers)
+        if found is None:
+            raise _no_speculative_model()
+        return found
 
     def _speculative(self) -> tuple[EngineHost, ChunkLibrary]:
         if self._config.speculative_model is None:

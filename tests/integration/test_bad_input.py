@@ -25,6 +25,7 @@ from speccache_rag.errors import (
     UnsupportedVersion,
 )
 from tests.conftest import tiny_engine_options
+from tests.hosts import host_of
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.vllm
@@ -205,7 +206,7 @@ def fails_to_start(error: type[Exception], *words: str, **options: Any) -> None:
     with SpecCache(**{"policy": "full_reuse", "engine_options": tiny_engine_options(), **options}) as broken:
         with pytest.raises(error) as caught:
             broken.start()
-        assert not broken._open().running
+        assert not host_of(broken).running
     for word in words:
         assert word in str(caught.value)
 

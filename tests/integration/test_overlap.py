@@ -28,8 +28,9 @@ def slow_disk(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "store": str(tmp_path),
         "engine_options": {"device": "cpu", "dtype": "float32", "max_model_len": 1024},
     }
-    with SpecCache(**options) as sc:
-        sc.warm(CHUNKS, show_progress=False)
+    with SpecCache(**options) as warming:
+        warming.warm(CHUNKS, show_progress=False)
+    with SpecCache(**options).start() as sc:  # whose RAM holds nothing yet
         _slow_down(monkeypatch, DiskStore, "get", READ_S)
         _slow_down(monkeypatch, SpeculativeScorer, "score", READ_S * (len(CHUNKS) + 2))
         yield sc

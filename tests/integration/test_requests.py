@@ -19,6 +19,7 @@ from speccache_rag import SpecCache
 from speccache_rag.errors import EngineError, StoreUnavailable
 from speccache_rag.types import Completion
 from tests.conftest import tiny_engine_options
+from tests.hosts import host_of, known
 from tests.integration.processes import wait_until
 from tests.parity.engines import CHUNKS, prompt_of
 
@@ -93,7 +94,7 @@ async def test_cancelling_a_task_frees_its_request(sc: SpecCache) -> None:
 
 def _idle(sc: SpecCache) -> bool:
     """Whether vLLM's front end and engine process have no request; the latter then lets its cache be reset."""
-    if sc._open().engine._llm.output_processor.get_num_unfinished_requests() > 0:  # type: ignore[attr-defined]
+    if host_of(sc).engine._llm.output_processor.get_num_unfinished_requests() > 0:  # type: ignore[attr-defined]
         return False
     try:
         sc.reset_prefix_cache()
@@ -168,7 +169,7 @@ def test_one_token_is_enough(sc: SpecCache) -> None:
 
 def test_two_objects_with_different_policies_share_an_engine(sc: SpecCache) -> None:
     with SpecCache(**{**sc.config.model_dump(), "policy": "full_reuse"}) as other:
-        assert other._open() is sc._open()
+        assert host_of(other) is host_of(sc)
         theirs, ours = other.generate(PROMPT, max_tokens=2), sc.generate(PROMPT, max_tokens=2)
         assert (theirs.report.policy, ours.report.policy) == ("full_reuse", "speccache")
         assert theirs.report.chunks_reused == ours.report.chunks_reused == 3, "what one has warmed the other reuses"
@@ -180,7 +181,7 @@ def test_tenants_never_meet(sc: SpecCache) -> None:
     prompt = prompt_of([text])
     options = sc.config.model_dump()
     with SpecCache(**{**options, "tenant": "a"}) as a, SpecCache(**{**options, "tenant": "b"}) as b:
-        assert a._open() is b._open() is sc._open()
+        assert host_of(a) is host_of(b) is host_of(sc)
         assert a.warm([text], show_progress=False).n_captured == 1
         assert a.generate(prompt, max_tokens=2).report.chunks_reused == 1
         for stranger in (b, sc):
@@ -233,7 +234,7 @@ def _in_worker(sc: SpecCache, function: Callable[[Any], Any]) -> Any:
     def call(worker: Any) -> Any:
         return function(worker._speccache())
 
-    host = sc._open()
+    host = host_of(sc)
     return host.loop.run(host.engine._rpc(call))  # type: ignore[attr-defined]
 
 
@@ -343,5 +344,4 @@ def test_a_dead_worker_is_an_error_and_no_endless_wait(cramped: SpecCache) -> No
 
 
 def _present(sc: SpecCache, text: str) -> bool:
-    host = sc._open()
-    return bool(host.loop.run(host.engine.present([sc._library.chunk(text).key]))[0])
+    return bool(host_of(sc).engine.present([known(sc, text).key])[0])

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from speccache_rag import SpecCache
-from speccache_rag.engines.base import CaptureRequest, EngineRequest
+from speccache_rag.engines.base import CaptureRequest
+from speccache_rag.engines.reuse.plan import PlannedChunk, ReusePlan, runs
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.naive import naive_prefill
-from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, ChunkKV, Placement, Selection
+from speccache_rag.types import Chunk, ChunkKey, ChunkKV
+from tests.hosts import host_of
 from tests.parity.engines import assert_kv_equal, store_of, written_kv
 from tests.tiny import VOCAB_SIZE
 
@@ -42,82 +44,81 @@ class Layout:
 
 
 class Case:
-    """A prompt, its selection, and its chunks captured by an engine and in its store."""
+    """A plan, and its chunks captured by an engine and in its store."""
 
     def __init__(self, sc: SpecCache, layout: Layout) -> None:
         rng = np.random.default_rng(layout.seed)
         self.sc = sc
         self.store = store_of(sc)
         ids = tokens(rng, layout.head)
-        placements: list[Placement] = []
+        chunks: list[PlannedChunk] = []
         lengths = [length for length in layout.lengths if length]
         for index, length in enumerate(lengths):
             chunk = self._captured(tokens(rng, length))
             last = index == len(lengths) - 1
             used = max(1, length - layout.cut) if last else length
-            placements.append(Placement(chunk, len(ids), used))
+            chunks.append(PlannedChunk(str(chunk.key), len(ids), used))
             ids = (*ids, *chunk.token_ids[:used], *tokens(rng, layout.tail if last else layout.gap))
         n = len(ids)
-        self.prompt = AssembledPrompt("", ids, np.zeros((n, 2), np.int32), tuple(placements))
-        positions = self.prompt.chunk_positions()
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         chosen = set(positions[rng.random(len(positions)) < layout.ratio].tolist())
         if layout.edges:
-            chosen |= {p for placement in placements for p in (placement.start, placement.end - 1)}
-        self.selection = Selection(np.array(sorted(chosen), dtype=np.int64), layout.ratio, len(positions))
+            chosen |= {p for chunk in chunks for p in (chunk.start, chunk.end - 1)}
+        self.chosen = np.array(sorted(chosen), dtype=np.int64)
+        self.plan = ReusePlan(ids, tuple(chunks), tuple(runs(self.chosen)), kind="case")
         self.reused = torch.zeros(n, dtype=torch.bool)
-        self.reused[torch.from_numpy(np.setdiff1d(positions, self.selection.positions))] = True
+        self.reused[torch.from_numpy(np.setdiff1d(positions, self.chosen))] = True
         self.reused[-1] = False  # the last token's logits are needed
 
     def _captured(self, ids: tuple[int, ...]) -> Chunk:
         key = ChunkKey(hashlib.sha256(repr(ids).encode()).hexdigest())
         chunk = Chunk(key, "", ids, np.zeros((len(ids), 2), np.int32))
-        host = self.sc._open()
+        host = host_of(self.sc)
         host.loop.run(host.engine.capture(CaptureRequest(chunk, ANCHOR)))
         return chunk
 
     def written(self) -> ChunkKV:
         """The KV that the engine's prefill leaves."""
-        return written_kv(self.sc, self.prompt, self.selection)
+        return written_kv(self.sc, self.plan)
 
     def logprobs(self) -> dict[int, float]:
         """The most likely tokens after the prompt."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 8, "ignore_eos": True}
-        host = self.sc._open()
-        request = EngineRequest(self.prompt, self.selection, sampling)
-        (found,) = [d for d in host.loop.iterate(lambda: host.engine.generate(request)) if d.logprobs]
+        host = host_of(self.sc)
+        (found,) = [d for d in host.loop.iterate(lambda: host.engine.generate(self.plan, sampling)) if d.logprobs]
         assert found.logprobs is not None
         return dict(found.logprobs[0])
 
     def naive(self, oracle: TargetModel) -> tuple[ChunkKV, torch.Tensor]:
         """All KV and the last token's logits, from the oracle over the stored KV; what is not reused is NaN there."""
         shape = oracle.shape
-        size = (shape.n_layers, self.prompt.n_tokens, shape.n_heads, shape.head_dim)
+        size = (shape.n_layers, len(self.plan.token_ids), shape.n_heads, shape.head_dim)
         keys, values = torch.full(size, float("nan")), torch.full(size, float("nan"))
-        for p in self.prompt.placements:
-            kv = self.store.get(p.chunk.key)
+        for p in self.plan.chunks:
+            kv = self.store.get(ChunkKey(p.key))
             assert kv is not None
             keys[:, p.start : p.end] = oracle.rope.move(kv.keys[:, : p.length], p.start - kv.position)
             values[:, p.start : p.end] = kv.values[:, : p.length]
         keys[:, ~self.reused], values[:, ~self.reused] = float("nan"), float("nan")
-        stored = ChunkKV(keys, values, self.prompt.token_ids, 0)
-        found = naive_prefill(oracle, self.prompt.token_ids, stored, self.reused)
+        stored = ChunkKV(keys, values, self.plan.token_ids, 0)
+        found = naive_prefill(oracle, self.plan.token_ids, stored, self.reused)
         assert not found[0].keys.isnan().any(), "the oracle read a row that is not reused"
         return found
 
     def poison(self, positions: Sequence[int] | np.ndarray, value: float) -> None:
         """Put `value` for the stored KV of these positions of the prompt."""
         wanted = np.asarray(positions)
-        for p in self.prompt.placements:
+        for p in self.plan.chunks:
             rows = torch.from_numpy(wanted[(wanted >= p.start) & (wanted < p.end)] - p.start)
-            kv = self.store.get(p.chunk.key)
+            kv = self.store.get(ChunkKey(p.key))
             assert kv is not None
-            self.store.delete(p.chunk.key)
-            self.store.put(p.chunk.key, poisoned(kv, rows, value))
+            self.store.delete(ChunkKey(p.key))
+            self.store.put(ChunkKey(p.key), poisoned(kv, rows, value))
 
     def forget(self) -> None:
         """Leave the store as it was."""
-        for p in self.prompt.placements:
-            self.store.delete(p.chunk.key)
+        for p in self.plan.chunks:
+            self.store.delete(ChunkKey(p.key))
 
 
 def assert_equals_naive(case: Case, oracle: TargetModel, atol: float) -> None:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from speccache_rag import SpecCache
-from speccache_rag.plan.planner import PreparedRequest
-from speccache_rag.types import AssembledPrompt, ChunkKV, Completion, Selection
+from speccache_rag.engines.reuse.plan import ReusePlan
+from speccache_rag.scoring.questions import TargetQuestion
+from speccache_rag.types import ChunkKV, Completion
+from tests.hosts import host_of
 
 # Every tolerance of the laws, in one place. float32 throughout; the engine sums in another order than its own plain
 # prefill does, and nothing more may differ.
@@ -60,24 +63,29 @@ def difference(a: Completion, b: Completion) -> float:
     return max(abs(x[t] - y[t]) for x, y in zip(a.logprobs, b.logprobs, strict=True) for t in x.keys() & y.keys())
 
 
-def prepared(sc: SpecCache, prompt: Any, **options: Any) -> PreparedRequest:
-    """The request `sc` would send."""
-    names = ("policy", "recompute_ratio", "scoring")
-    return sc._prepare(prompt, *(options.get(name) for name in names), {})
+def answer_to(sc: SpecCache, plan: ReusePlan, question: TargetQuestion) -> np.ndarray:
+    """What the engine answers."""
+    host = host_of(sc)
+    return host.loop.run(host.engine.ask(plan, question))
 
 
-def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | None) -> ChunkKV:
-    """All keys and values that a request's prefill leaves in the engine's own cache, [L, T, H, D]."""
+def plain(plan: ReusePlan) -> ReusePlan:
+    """The same prompt, of which nothing is reused."""
+    return ReusePlan(plan.token_ids)
+
+
+def written_kv(sc: SpecCache, plan: ReusePlan) -> ChunkKV:
+    """All keys and values that a prompt's prefill leaves in the engine's own cache, [L, T, H, D]."""
     if sc.config.engine == "transformers":
         from tests.parity.transformers_kv import written_kv as written
     else:
         from tests.parity.vllm_kv import written_kv as written
-    return written(sc, prompt, selection)
+    return written(sc, plan)
 
 
 def store_of(sc: SpecCache) -> Any:
     """An engine's store; vLLM's front end has the disk tier only, over the same folder as its worker."""
-    engine: Any = sc._open().engine
+    engine: Any = host_of(sc).engine
     return engine._store if sc.config.engine == "transformers" else engine._disk
 
 

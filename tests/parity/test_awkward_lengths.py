@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from speccache_rag import SpecCache
 from speccache_rag.engines.transformers.model import TargetModel
+from tests.hosts import host_of
 from tests.parity.cases import Case, Layout, assert_equals_naive
 from tests.parity.engines import ENGINES_ATOL, KV_ATOL, assert_kv_equal, first_tokens, poison_cache
 
@@ -26,7 +27,7 @@ multiplies the rest of a block by weight zero, and plain prefill over a cache of
 @pytest.fixture(scope="module")
 def oracle(tsc: SpecCache) -> TargetModel:
     """The model of both engines, for naive prefill."""
-    target: TargetModel = tsc._open().engine._alive()  # type: ignore[attr-defined]
+    target: TargetModel = host_of(tsc).engine._alive()  # type: ignore[attr-defined]
     return target
 
 
@@ -87,7 +88,7 @@ def test_selective_equals_naive_for_any_layout(engine_sc: SpecCache, oracle: Tar
 def test_stored_rows_under_recomputed_tokens_are_never_read(engine_sc: SpecCache, seed: int) -> None:
     with case_of(engine_sc, Layout((63, 40), seed=seed, edges=True)) as case:
         clean = case.written()
-        case.poison(case.selection.positions, float("nan"))
+        case.poison(case.chosen, float("nan"))
         assert_kv_equal(case.written(), clean, atol=0.0)
 
 
@@ -95,9 +96,9 @@ def test_stored_rows_under_recomputed_tokens_are_never_read(engine_sc: SpecCache
 def test_a_recomputed_token_sees_nothing_that_stands_behind_it(engine_sc: SpecCache, seed: int) -> None:
     with case_of(engine_sc, Layout((63, 40), seed=seed)) as case:
         clean = case.written()
-        first, *_, last = case.selection.positions.tolist()
-        for p in (first, int(np.median(case.selection.positions)), last):
-            case.poison(range(p + 1, case.prompt.n_tokens), POISON)
+        first, *_, last = case.chosen.tolist()
+        for p in (first, int(np.median(case.chosen)), last):
+            case.poison(range(p + 1, len(case.plan.token_ids)), POISON)
             found = case.written()
             assert_kv_equal(first_tokens(found, p + 1), first_tokens(clean, p + 1))
             behind = ~torch.isclose(found.values[:, p + 1 :], clean.values[:, p + 1 :], atol=1.0).all()

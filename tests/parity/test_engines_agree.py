@@ -9,6 +9,7 @@ import pytest
 
 from speccache_rag import SpecCache
 from speccache_rag.store.factory import build_store
+from tests.hosts import known
 from tests.parity.engines import (
     CHUNKS,
     ENGINES_ATOL,
@@ -16,7 +17,6 @@ from tests.parity.engines import (
     assert_kv_equal,
     assert_same,
     difference,
-    prepared,
     written_kv,
 )
 from tests.parity.laws import THREE
@@ -52,9 +52,8 @@ def test_the_engines_give_the_same_logprobs_from_the_same_stored_kv(
 
 
 def test_the_engines_write_the_same_kv(sc: SpecCache, other: SpecCache) -> None:
-    request = prepared(sc, THREE, policy="random", recompute_ratio=0.3).request
-    ours = written_kv(other, request.prompt, request.selection)
-    assert_kv_equal(ours, written_kv(sc, request.prompt, request.selection), atol=ENGINES_ATOL)
+    plan = sc.plan(THREE, policy="random", recompute_ratio=0.3).reuse
+    assert_kv_equal(written_kv(other, plan), written_kv(sc, plan), atol=ENGINES_ATOL)
 
 
 def test_a_chunk_has_the_same_key_and_kv_whoever_captured_it(sc: SpecCache, other: SpecCache, tsc: SpecCache) -> None:
@@ -63,8 +62,8 @@ def test_a_chunk_has_the_same_key_and_kv_whoever_captured_it(sc: SpecCache, othe
     assert other.warm(CHUNKS, show_progress=False).n_captured == 0, "vLLM's captures were not recognised"
     with build_store({"path": sc.config.store}) as vllm_store, build_store({"path": tsc.config.store}) as own_store:
         for text in CHUNKS:
-            key = sc._library.chunk(text).key
-            assert tsc._library.chunk(text).key == key
+            key = known(sc, text).key
+            assert known(tsc, text).key == key
             theirs, ours = vllm_store.get(key), own_store.get(key)
             assert theirs is not None and ours is not None
             assert (ours.token_ids, ours.position) == (theirs.token_ids, theirs.position)

@@ -12,13 +12,14 @@ import pytest
 
 from speccache_rag import SpecCache
 from speccache_rag.types import ChunkKey
+from tests.hosts import host_of, known
 from tests.parity.engines import (
     CHUNKS,
     ask,
     assert_kv_equal,
     assert_same,
     first_tokens,
-    prepared,
+    plain,
     prompt_of,
     store_of,
     written_kv,
@@ -66,7 +67,7 @@ def test_a_prompt_with_the_same_chunk_twice(engine_sc: SpecCache) -> None:
 
 
 def test_a_prompt_that_ends_inside_its_last_chunk(engine_sc: SpecCache) -> None:
-    prompt = engine_sc._open().tokenizer.header() + CHUNKS[0] + "\n" + CHUNKS[1]
+    prompt = host_of(engine_sc).tokenizer.header() + "Read this:\n" + CHUNKS[0] + "\n" + CHUNKS[1]
     assert_ratio_one_is_plain_prefill(engine_sc, prompt)
     report = ask(engine_sc, prompt, policy="full_reuse").report
     assert report.loaded_tokens == report.matched_tokens - 1
@@ -94,9 +95,11 @@ def test_a_missing_chunk_is_recomputed_the_others_reused_and_it_comes_back(engin
 @pytest.mark.parametrize("damage", ["vanished", "corrupt", "other tokens"])
 def test_a_chunk_lost_after_the_request_was_planned_is_a_hole_not_an_error(engine_sc: SpecCache, damage: str) -> None:
     """The engine finds it missing; its tokens are recomputed in the same job, exactly as if it had been unknown."""
-    host, key, store = engine_sc._open(), _key(engine_sc, CHUNKS[0]), store_of(engine_sc)
-    request = prepared(engine_sc, THREE, policy="full_reuse", recompute_ratio=0.0)
+    key, store = _key(engine_sc, CHUNKS[0]), store_of(engine_sc)
+    plan = engine_sc.plan(THREE, policy="full_reuse", recompute_ratio=0.0)
     if damage == "corrupt":
+        if hasattr(store, "_ram"):
+            store._ram.delete(key)  # what is in RAM was verified before
         file = getattr(store, "_disk", store)._file(key)
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
@@ -106,16 +109,17 @@ def test_a_chunk_lost_after_the_request_was_planned_is_a_hole_not_an_error(engin
     if damage == "other tokens":
         store.put(key, store.get(_key(engine_sc, CHUNKS[1])))
     engine_sc.reset_prefix_cache()
-    answer = next(d.completion for d in host.loop.iterate(lambda: engine_sc._deltas(request)) if d.completion)
+    recaptured = engine_sc.stats()["recaptured"]
+    answer = engine_sc.generate(plan, max_tokens=1)
     assert answer.report.missed_keys == (key,)
     assert answer.report.chunks_reused == 2
     assert answer.report.loaded_tokens + answer.report.missed_tokens == answer.report.matched_tokens
-    _wait_until(lambda: engine_sc._recaptures.idle)
+    _wait_until(lambda: engine_sc.stats()["recaptured"] > recaptured)
     # The hole is the first chunk: nothing approximate is before it, so its KV is exact in every layer.
     store.delete(key)
-    end = request.prompt.placements[0].end
-    reused, plain = (written_kv(engine_sc, request.prompt, s) for s in (request.request.selection, None))
-    assert_kv_equal(first_tokens(reused, end), first_tokens(plain, end))
+    end = plan.reuse.chunks[0].end
+    reused, exact = (written_kv(engine_sc, reuse) for reuse in (plan.reuse, plain(plan.reuse)))
+    assert_kv_equal(first_tokens(reused, end), first_tokens(exact, end))
     engine_sc.warm(CHUNKS, show_progress=False)
 
 
@@ -146,7 +150,7 @@ def test_mixed_concurrent_requests_equal_the_same_requests_alone(engine_sc: Spec
 
 
 def _key(sc: SpecCache, text: str) -> ChunkKey:
-    return sc._library.chunk(text).key
+    return known(sc, text).key
 
 
 def _wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:

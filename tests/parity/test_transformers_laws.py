@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from speccache_rag import SpecCache
-from tests.parity.engines import CHUNKS, LOGPROB_ATOL, ask, assert_same, difference, prepared
+from tests.hosts import host_of
+from tests.parity.engines import CHUNKS, LOGPROB_ATOL, ask, assert_same, difference
 from tests.parity.laws import THREE
 
 
@@ -26,14 +27,14 @@ def test_an_exact_repeat_answers_the_same_and_nothing_leaks_between_requests(tsc
 
 def test_decoding_over_reused_kv_equals_prefilling_the_same_answer(tsc: SpecCache) -> None:
     """The cache grows at the right end: logprobs of the n-th token do not depend on how its past got there."""
-    prompt = tsc._open().tokenizer.header() + CHUNKS[0] + "\n\nQuestion: when?"
+    prompt = host_of(tsc).tokenizer.header() + CHUNKS[0] + "\n\nQuestion: when?"
     first = ask(tsc, prompt, policy="full_reuse", max_tokens=1)
     both = ask(tsc, prompt, policy="full_reuse", max_tokens=2)
     assert first.logprobs is not None and both.logprobs is not None
     token = max(first.logprobs[0], key=lambda t: first.logprobs[0][t])
-    request = prepared(tsc, prompt, policy="full_recompute").request
-    target = tsc._open().engine._alive()  # type: ignore[attr-defined]
-    _, logits = target.prefill([*request.prompt.token_ids, token])
+    plan = tsc.plan(prompt, policy="full_recompute").reuse
+    target = host_of(tsc).engine._alive()  # type: ignore[attr-defined]
+    _, logits = target.prefill([*plan.token_ids, token])
     expected = logits.float().log_softmax(-1)
     for found, logprob in both.logprobs[1].items():
         assert abs(logprob - float(expected[found])) < LOGPROB_ATOL

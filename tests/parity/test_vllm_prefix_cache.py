@@ -6,7 +6,7 @@ import pytest
 
 from speccache_rag import SpecCache
 from speccache_rag.scoring.questions import KVDeviation
-from tests.parity.engines import CHUNKS, ask, assert_same, difference, prepared
+from tests.parity.engines import CHUNKS, answer_to, ask, assert_same, difference
 from tests.parity.laws import THREE
 
 pytestmark = pytest.mark.vllm
@@ -44,5 +44,5 @@ def test_reuse_does_not_find_what_an_inquiry_left(sc: SpecCache) -> None:
     reused = ask(sc, THREE, policy="full_reuse")
     assert difference(reused, ask(sc, THREE, policy="full_recompute")) > 1e-2
     sc.reset_prefix_cache()
-    sc._models.kv_deviation(prepared(sc, THREE, policy="full_reuse").request.prompt, KVDeviation(layer=3))
+    answer_to(sc, sc.plan(THREE, policy="full_reuse").reuse, KVDeviation(layer=3))
     assert_same(ask(sc, THREE, policy="full_reuse", cold=False), reused)

@@ -9,27 +9,29 @@ from typing import Any
 from vllm.inputs import TokensPrompt
 
 from speccache_rag import SpecCache
+from speccache_rag.engines.reuse import plan as neutral
 from speccache_rag.engines.vllm.frontend.engine import VllmEngine
 from speccache_rag.engines.vllm.frontend.options import sampling_params
 from speccache_rag.engines.vllm.plan import PARAM, CapturePlan, ReusePlan
 from speccache_rag.store.factory import build_store
-from speccache_rag.types import AssembledPrompt, Chunk, ChunkKV, Selection
+from speccache_rag.types import ChunkKV
+from tests.hosts import host_of
 
 
-def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | None) -> ChunkKV:
-    """All keys and values that a request's prefill wrote into vLLM's cache, [L, T, H, D]; the last write counts."""
-    host = sc._open()
+def written_kv(sc: SpecCache, planned: neutral.ReusePlan) -> ChunkKV:
+    """All keys and values that a prompt's prefill wrote into vLLM's cache, [L, T, H, D]; the last write counts."""
+    host = host_of(sc)
     engine = host.engine
     assert isinstance(engine, VllmEngine)
-    whole = Chunk(_probe_key(prompt, selection), prompt.text, prompt.token_ids, prompt.offsets)
+    key, n = _probe_key(planned), len(planned.token_ids)
     sc.reset_prefix_cache()
 
     async def run() -> None:
         tag = engine._tag()
-        params = CapturePlan(whole.key, 0, whole.n_tokens, tag).to_params()
-        tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        if selection is not None:
-            plan = ReusePlan.of(prompt, selection, tag)
+        params = CapturePlan(key, 0, n, tag).to_params()
+        tokens = TokensPrompt(prompt_token_ids=list(planned.token_ids))
+        if planned.stored:
+            plan = ReusePlan.of(planned, tag)
             params[PARAM] = {**plan.to_params()[PARAM], **params[PARAM]}
             tokens["cache_salt"] = plan.salt()
         sampling = sampling_params({"max_tokens": 1, "temperature": 0.0}, params)
@@ -40,15 +42,15 @@ def written_kv(sc: SpecCache, prompt: AssembledPrompt, selection: Selection | No
 
     host.loop.run(run())
     with build_store({"path": sc.config.store, "ram_bytes": 1}) as store:
-        kv = store.get(whole.key)
+        kv = store.get(key)
         assert kv is not None
-        store.delete(whole.key)
+        store.delete(key)
     return dataclasses.replace(kv, keys=kv.keys.clone(), values=kv.values.clone())
 
 
 def poison_cache(sc: SpecCache, value: float) -> None:
     """Fill the whole paged cache; nothing that vLLM's prefix cache knew of it is left."""
-    host = sc._open()
+    host = host_of(sc)
     engine = host.engine
     assert isinstance(engine, VllmEngine)
 
@@ -65,6 +67,5 @@ def _fill_cache(worker: Any, value: float) -> None:
         layer.kv_cache.fill_(value)
 
 
-def _probe_key(prompt: AssembledPrompt, selection: Selection | None) -> Any:
-    chosen = () if selection is None else tuple(selection.positions.tolist())
-    return hashlib.sha256(repr((prompt.token_ids, selection is None, chosen)).encode()).hexdigest()
+def _probe_key(plan: neutral.ReusePlan) -> Any:
+    return hashlib.sha256(repr(plan).encode()).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +12,29 @@ import numpy as np
 
 from speccache_rag.chunks.catalogue import Catalogue
 from speccache_rag.chunks.library import ChunkLibrary
+from speccache_rag.config import SpecCacheConfig
 from speccache_rag.engines.base import (
     CaptureRequest,
     CaptureResult,
     EngineDelta,
-    EngineRequest,
     ModelFacts,
     ReuseOutcome,
 )
+from speccache_rag.engines.reuse.deviation import check_layer
+from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.errors import EngineClosed
 from speccache_rag.prompt.tokenizer import PromptTokenizer
+from speccache_rag.scoring.questions import KVDeviation, TargetQuestion
 from speccache_rag.store.base import Namespace
 from speccache_rag.types import ChunkKey, Offsets
 
 MAX_MODEL_LEN = 512
 BYTES_PER_TOKEN = 10
+N_LAYERS = 4
 
 
 class FakeEngine:
-    """Counts tokens as the worker half does, and does what its attributes say."""
+    """Answers every prompt alike, and does what its attributes say."""
 
     def __init__(
         self, model: Path = Path(), options: dict[str, Any] | None = None, store: dict[str, Any] | None = None
@@ -42,7 +46,7 @@ class FakeEngine:
         self.held: set[str] = set()
         """Keys in the store."""
         self.holes: set[str] = set()
-        """Keys that vanish between a request's arrival and its load."""
+        """Keys that vanish between a prompt's plan and its load."""
         self.cached_tokens = 0
         """Tokens its prefix cache holds of every prompt."""
         self.faults: dict[str, Exception] = {}
@@ -51,6 +55,9 @@ class FakeEngine:
         self.capture_s = self.answer_s = 0.0
         self.captured: list[CaptureRequest] = []
         self.prefetched: list[ChunkKey] = []
+        self.served: list[ReusePlan] = []
+        self.asked: list[TargetQuestion] = []
+        self.question_fault: Exception | None = None
         self.in_flight = self.most_in_flight = 0
         self.started = self.closed = False
         self.thread = ""
@@ -76,17 +83,28 @@ class FakeEngine:
         n_tokens = request.chunk.n_tokens
         return CaptureResult(request.chunk.key, n_tokens, n_tokens * BYTES_PER_TOKEN)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+    async def generate(self, plan: ReusePlan, sampling: Mapping[str, Any]) -> AsyncGenerator[EngineDelta, None]:
         self._check()
+        self.served.append(plan)
         yield EngineDelta("an ", 1)
         await asyncio.sleep(self.answer_s)
-        yield EngineDelta("answer", 1, True, "stop", self.outcome(request))
-
-    async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
         self._check()
+        yield EngineDelta("answer", 1, True, "stop", self.outcome(plan))
+
+    async def ask(self, plan: ReusePlan, question: TargetQuestion) -> np.ndarray:
+        """Each token's own id."""
+        self._check()
+        if isinstance(question, KVDeviation):
+            check_layer(question.layer, N_LAYERS)
+        self.asked.append(question)
+        if self.question_fault is not None:
+            raise self.question_fault
+        return np.array(plan.token_ids, dtype=np.float32)
+
+    def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
         return np.array([key in self.held for key in keys], dtype=bool)
 
-    async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         self._check()
         self.prefetched += keys
 
@@ -96,23 +114,11 @@ class FakeEngine:
     def close(self) -> None:
         self.closed = True
 
-    def outcome(self, request: EngineRequest) -> ReuseOutcome:
-        """What the worker reports: it knows the placements and the selection of the request, and nothing else."""
-        cached = min(self.cached_tokens, request.prompt.n_tokens - 1)
-        if request.selection is None or cached >= request.prompt.region_end:
-            return ReuseOutcome(cached_tokens=cached)
-        chosen = set(request.selection.positions.tolist())
-        counts = {"loaded_tokens": 0, "recomputed_tokens": 0, "missed_tokens": 0}
-        missed_keys = []
-        for placement in request.prompt.placements:
-            live = set(range(max(placement.start, cached), placement.end))
-            if placement.chunk.key in self.holes:
-                counts["missed_tokens"] += len(live)
-                missed_keys += [placement.chunk.key] if live else []
-            else:
-                counts["recomputed_tokens"] += len(live & chosen)
-                counts["loaded_tokens"] += len(live - chosen)
-        return ReuseOutcome(cached_tokens=cached, missed_keys=tuple(missed_keys), **counts)
+    def outcome(self, plan: ReusePlan) -> ReuseOutcome:
+        """What the engine finds: it meets a hole only in what its prefix cache does not hold."""
+        cached = min(self.cached_tokens, len(plan.token_ids) - 1)
+        missed = [c.key for c in plan.stored if c.key in self.holes and min(c.end, plan.fill_end) > cached]
+        return ReuseOutcome(cached_tokens=cached, missed_keys=tuple(dict.fromkeys(missed)))
 
     def _check(self) -> None:
         if self.closed:
@@ -142,21 +148,33 @@ class FakeScorer:
         return np.stack((starts, starts + 1), axis=1), np.array([ord(c) for c in text], dtype=np.float32)
 
 
-class FakeModels:
-    """Answers a probe with one scorer, whatever the layers."""
+class FakeHost:
+    """A host whose parts are given; its loop is the one that asks."""
 
-    def __init__(self, scorer: FakeScorer | None) -> None:
+    def __init__(
+        self, tokenizer: PromptTokenizer, library: ChunkLibrary, engine: FakeEngine, scorer: FakeScorer | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self._library = library
         self._scorer = scorer
 
-    def scorer(self, layers: str) -> FakeScorer:
-        assert self._scorer is not None, "nobody should ask"
+    def library(self, config: SpecCacheConfig) -> ChunkLibrary:
+        return self._library
+
+    def scorer(self, config: SpecCacheConfig, layers: str) -> FakeScorer | None:
         return self._scorer
 
 
 def make_library(
-    tokenizer: PromptTokenizer, catalogue: Catalogue | None = None, max_model_len: int = MAX_MODEL_LEN
+    tokenizer: PromptTokenizer,
+    catalogue: Catalogue | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    *,
+    anchor: str | None = None,
+    tenant: str | None = None,
 ) -> ChunkLibrary:
-    """A library as the host makes it, with the chat template's header as the anchor."""
-    anchor = tokenizer.header()
-    namespace = Namespace("fingerprint", "float32", "{}", tokenizer.encode(anchor))
+    """A library as the host makes it, with the chat template's header as the anchor unless another is given."""
+    anchor = tokenizer.header() if anchor is None else anchor
+    namespace = Namespace("fingerprint", "float32", "{}", tokenizer.encode(anchor), tenant)
     return ChunkLibrary(tokenizer, namespace, catalogue or Catalogue(), anchor, max_model_len)

@@ -1,75 +1,16 @@
 from __future__ import annotations
 
-import copy
-import pickle
-import threading
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from speccache_rag import SpecCache
-from speccache_rag.chunks.catalogue import Catalogue
-from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import SpecCacheConfig
-from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError, PromptError, StoreUnavailable
-from speccache_rag.hosting import engine_host as host_module
+from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
 from speccache_rag.hosting.doctor import examine
 from speccache_rag.hosting.engine_host import EngineHost
-from tests.unit.fake_engine import FakeEngine
-
-THREAD = "speccache-engine"
-
-
-class Maker:
-    """Stands in for an engine class; `made` holds what it made."""
-
-    def __init__(self) -> None:
-        self.made: list[FakeEngine] = []
-        self.constructor_fault: Exception | None = None
-        self.start_faults: list[Exception] = []
-        self._before = set(threading.enumerate())
-
-    def threads(self) -> list[threading.Thread]:
-        """Engine threads that this maker's engines brought."""
-        return [t for t in threading.enumerate() if t.name == THREAD and t not in self._before]
-
-    def load(self, name: str) -> Callable[..., FakeEngine]:
-        assert name == "vllm"
-        return self
-
-    def __call__(self, model: Path, options: dict[str, Any], store: dict[str, Any]) -> FakeEngine:
-        if self.constructor_fault is not None:
-            raise self.constructor_fault
-        engine = FakeEngine(model, options, store)
-        engine.start_fault = self.start_faults.pop() if self.start_faults else None
-        self.made.append(engine)
-        return engine
-
-
-@pytest.fixture
-def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
-    """Every engine is a fake one, and no host outlives the test."""
-    made = Maker()
-    monkeypatch.setattr(host_module, "ENGINES", made)
-    monkeypatch.setattr(EngineHost, "_hosts", {})
-    yield made
-    EngineHost._stop_all()
-    assert all(engine.closed for engine in made.made)
-    assert made.threads() == []
-
-
-@pytest.fixture
-def config(tiny_folder: Path) -> SpecCacheConfig:
-    return SpecCacheConfig.build(model=str(tiny_folder))
-
-
-def changed(config: SpecCacheConfig, **changes: Any) -> SpecCacheConfig:
-    return SpecCacheConfig.build(**{**config.model_dump(), **changes})
-
+from tests.unit.conftest import THREAD, Maker, changed
 
 # One engine a configuration.
 
@@ -296,35 +237,6 @@ def test_one_scorer_a_speculative_model(maker: Maker, config: SpecCacheConfig, t
     assert not host.running  # a scorer needs no engine
 
 
-# Through SpecCache.
-
-
-def test_two_objects_share_an_engine_until_both_are_closed(maker: Maker, config: SpecCacheConfig) -> None:
-    first, second = (SpecCache.from_config(changed(config, policy=p)) for p in ("full_reuse", "random"))
-    prompt = [{"role": "user", "content": "Who?"}]
-    assert first.generate(prompt).text == second.generate(prompt).text == "an answer"
-    first.close()
-    first.close()
-    assert first.closed and not maker.made[0].closed
-    with pytest.raises(EngineClosed):
-        first.generate(prompt)
-    assert second.generate(prompt).usage.completion_tokens == 2
-    second.close()
-    assert maker.made[0].closed
-
-
-def test_closing_ends_the_stream_of_another_thread(maker: Maker, config: SpecCacheConfig) -> None:
-    sc = SpecCache.from_config(changed(config, policy="full_reuse")).start()
-    maker.made[0].answer_s = 60.0
-    deltas = sc.stream("Who?")
-    assert next(deltas).text == "an "
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(next, deltas)
-        sc.close()
-        with pytest.raises(EngineClosed):
-            waiting.result(10.0)
-
-
 def test_doctor_says_what_is_wrong_and_goes_on(maker: Maker, config: SpecCacheConfig, tmp_path: Path) -> None:
     config = changed(config, store=str(tmp_path))
     host = EngineHost.acquire(config)
@@ -338,66 +250,6 @@ def test_doctor_says_what_is_wrong_and_goes_on(maker: Maker, config: SpecCacheCo
     missing = changed(config, model=str(tmp_path / "nothing"))
     found = {check.name: check.ok for check in examine(missing, EngineHost.acquire(missing))}
     assert not found["target model"] and found["store"]
-
-
-# Prefetched chunks.
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-A = "The mill of Arden was built in 1892 by masons from the north, and it burned down twice in forty years."
-
-
-def test_prefetched_texts_wait_for_the_engine(maker: Maker, config: SpecCacheConfig) -> None:
-    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        sc.prefetch([A, "", "   ", A])
-        assert maker.made == []
-        report = sc.generate(f"{A} Which mill is that?").report
-        assert (report.chunks_matched, report.chunks_reused) == (1, 0)
-        assert len(maker.made[0].prefetched) == 1
-
-
-def test_a_text_that_was_prefetched_only_is_captured_after_its_first_prompt(
-    maker: Maker, config: SpecCacheConfig
-) -> None:
-    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        sc.start().prefetch(iter([A]))
-        wait_until(lambda: sc.stats()["known_chunks"] == 1)
-        assert maker.made[0].captured == []
-        prompt = f"{A} Which mill is that?"
-        assert sc.generate(prompt).report.missed_tokens > 0
-        wait_until(lambda: sc.stats()["recaptured"] == 1)
-        report = sc.generate(prompt).report
-        assert (report.chunks_reused, report.missed_tokens) == (1, 0)
-
-
-@pytest.mark.parametrize("bad", ["word " * 2000, "\ud800" * 40], ids=["too long", "no Unicode"])
-def test_what_cannot_be_a_chunk_is_passed_over(maker: Maker, config: SpecCacheConfig, bad: str) -> None:
-    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        sc.start().prefetch([bad, A])
-        assert sc.generate(f"{A} Which mill is that?").report.chunks_matched == 1
-        assert sc.stats()["known_chunks"] == 1
-
-
-def test_one_text_is_refused_before_its_letters_become_chunks(maker: Maker, config: SpecCacheConfig) -> None:
-    with (
-        SpecCache.from_config(changed(config, policy="full_reuse")) as sc,
-        pytest.raises(PromptError, match="given as one text.*Pass a list"),
-    ):
-        sc.prefetch(A)
-
-
-@pytest.mark.parametrize("bad", [None, b"bytes", ["a list"]])
-def test_what_is_no_text_is_refused_at_once_and_nothing_waits(maker: Maker, config: SpecCacheConfig, bad: Any) -> None:
-    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        with pytest.raises(PromptError, match="which is no text"):
-            sc.prefetch([A, bad])
-        assert sc.generate(f"{A} Which mill is that?").report.chunks_matched == 0
 
 
 def test_one_engine_that_does_not_stop_keeps_no_other_from_it(
@@ -417,66 +269,3 @@ def test_one_engine_that_does_not_stop_keeps_no_other_from_it(
     EngineHost._stop_all()
     assert all(engine.closed for engine in maker.made)
     assert "did not stop" in caplog.text
-
-
-def test_a_broken_catalogue_costs_the_head_start_and_no_request(
-    maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object) -> None:
-        raise StoreUnavailable("The disk is full.")
-
-    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        sc.prefetch([A])
-        monkeypatch.setattr(Catalogue, "add", full)
-        assert sc.generate("Who?").text == "an answer"
-        assert "not prefetched: The disk is full." in caplog.text
-
-
-def test_a_prompt_waits_for_a_prefetch_that_is_going_on(
-    maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learn, began, go = ChunkLibrary.learn, threading.Event(), threading.Event()
-
-    def slow(library: ChunkLibrary, chunk: Any) -> None:
-        began.set()
-        assert go.wait(timeout=30)
-        learn(library, chunk)
-
-    monkeypatch.setattr(ChunkLibrary, "learn", slow)
-    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        sc.start().prefetch([A])  # returns although learning stands still
-        assert began.wait(timeout=30)
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(sc.generate, f"{A} Which mill is that?")
-            go.set()
-            assert answer.result().report.chunks_matched == 1
-
-
-# The speculative model.
-
-
-def test_a_closed_object_starts_no_speculative_engine(maker: Maker, config: SpecCacheConfig) -> None:
-    sc = SpecCache.from_config(changed(config, policy="attended", speculative_model=config.model))
-    sc.start()
-    models = sc._models
-    sc.close()
-    with pytest.raises(EngineClosed):
-        models.warm([A], lambda: None)
-    assert len(maker.made) == 1
-
-
-# Copies.
-
-
-def test_copies_share_the_engine_and_pickles_find_it(
-    maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SpecCache, "_shared", {})
-    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
-        assert copy.copy(sc) is sc
-        assert copy.deepcopy({"llm": sc})["llm"] is sc
-        found = pickle.loads(pickle.dumps(sc))
-        assert found is SpecCache.shared(sc.config)
-        found.start()
-        assert len(maker.made) == 1
-        found.close()

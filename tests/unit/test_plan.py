@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speccache_rag.engines.vllm.plan import PARAM, CapturePlan, ReusePlan, runs
-from speccache_rag.types import AssembledPrompt, Chunk, ChunkKey, Placement, Selection
+from speccache_rag.engines.reuse import plan as neutral
+from speccache_rag.engines.reuse.plan import PlannedChunk, runs
+from speccache_rag.engines.vllm.plan import PARAM, CapturePlan, ReusePlan
 
 counts = st.integers(0, 1 << 20)
 keys = st.text("0123456789abcdef", min_size=1, max_size=8)
@@ -105,10 +106,7 @@ def test_the_salt_is_the_same_in_every_process() -> None:
     assert ReusePlan((("a", 0, 3),), ((1, 2),), 3).salt() == "speccache:5065c1321bbb39d0cfc24a52db9b6f5d"
 
 
-def test_plan_of_an_assembled_prompt() -> None:
-    ids = tuple(range(12))
-    offsets = np.array([(i, i + 1) for i in ids], dtype=np.int32)
-    chunk = Chunk(ChunkKey("aa"), "abcd", (2, 3, 4, 5), offsets[:4])
-    prompt = AssembledPrompt("x" * 12, ids, offsets, (Placement(chunk, 2, 4), Placement(chunk, 7, 3)))
-    plan = ReusePlan.of(prompt, Selection(np.array([3, 4, 8]), 0.3, 7), "tag")
-    assert plan == ReusePlan((("aa", 2, 4), ("aa", 7, 3)), ((3, 5), (8, 9)), 10, "tag")
+def test_the_worker_is_told_of_stored_chunks_only() -> None:
+    chunks = (PlannedChunk("aa", 2, 4), PlannedChunk("cc", 6, 1, "missing"), PlannedChunk("aa", 7, 3))
+    plan = neutral.ReusePlan(tuple(range(12)), chunks, ((3, 5), (8, 9)))
+    assert ReusePlan.of(plan, "tag") == ReusePlan((("aa", 2, 4), ("aa", 7, 3)), ((3, 5), (8, 9)), 10, "tag")

@@ -38,8 +38,9 @@ from transformers import (
     T5Config,
 )
 
-from speccache_rag.engines.base import EngineDelta, EngineRequest
+from speccache_rag.engines.base import EngineDelta
 from speccache_rag.engines.reuse import selfcheck as proofs
+from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.transformers import model as model_module
 from speccache_rag.engines.transformers import support
 from speccache_rag.engines.transformers.engine import TransformersEngine
@@ -58,17 +59,18 @@ from speccache_rag.errors import (
     SelfCheckFailed,
     UnsupportedModel,
 )
-from speccache_rag.types import AssembledPrompt
 from tests.tiny import SIZES, _randomize, tiny_model, tiny_tokenizer
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 256}
 RAM = {"path": None, "ram_bytes": 1 << 24}
 
 
-def request(n: int = 20, **sampling: Any) -> EngineRequest:
+Request = tuple[ReusePlan, dict[str, Any]]
+
+
+def request(n: int = 20, **sampling: Any) -> Request:
     ids = tuple(np.random.default_rng(0).integers(3, 600, n).tolist())
-    prompt = AssembledPrompt("", ids, np.zeros((n, 2), np.int32), ())
-    return EngineRequest(prompt, None, {"temperature": 0.0, "ignore_eos": True, **sampling})
+    return ReusePlan(ids), {"temperature": 0.0, "ignore_eos": True, **sampling}
 
 
 def started(folder: Path, use: Callable[[TransformersEngine], Awaitable[Any]], **options: Any) -> Any:
@@ -83,8 +85,8 @@ def started(folder: Path, use: Callable[[TransformersEngine], Awaitable[Any]], *
     return asyncio.run(run())
 
 
-async def answer(engine: TransformersEngine, wanted: EngineRequest) -> list[EngineDelta]:
-    return [delta async for delta in engine.generate(wanted)]
+async def answer(engine: TransformersEngine, wanted: Request) -> list[EngineDelta]:
+    return [delta async for delta in engine.generate(*wanted)]
 
 
 def text_of(deltas: list[EngineDelta]) -> str:
@@ -116,7 +118,7 @@ def test_it_needs_no_vllm(tiny_folder: Path) -> None:
         import sys
         sys.modules["vllm"] = None
         from speccache_rag import SpecCache
-        with SpecCache(model={str(tiny_folder)!r}, engine="transformers", policy="full_reuse",
+        with SpecCache(model={str(tiny_folder)!r}, engine="transformers", policy="full_reuse", min_reuse_tokens=1,
                        engine_options={OPTIONS!r}) as sc:
             chunk = "The mill of Arden was built in 1892 by masons from the north."
             sc.warm([chunk], show_progress=False)
@@ -376,7 +378,7 @@ def test_the_event_loop_stays_free_and_deltas_come_one_by_one(
 ) -> None:
     async def use(engine: TransformersEngine) -> None:
         gate = Gate(monkeypatch)
-        stream = engine.generate(request(max_tokens=3))
+        stream = engine.generate(*request(max_tokens=3))
         for n in range(1, 4):
             waiting = asyncio.ensure_future(anext(stream))
             # The model cannot run, and yet this loop does: it opens the gate.
@@ -393,7 +395,7 @@ def test_closing_the_iterator_stops_the_work(tiny_folder: Path, monkeypatch: pyt
     async def use(engine: TransformersEngine) -> None:
         gate = Gate(monkeypatch)
         gate.open(100)
-        stream = engine.generate(request(max_tokens=50))
+        stream = engine.generate(*request(max_tokens=50))
         await anext(stream)
         await anext(stream)
         await stream.aclose()
@@ -426,7 +428,7 @@ def test_a_closed_engine_says_so(tiny_folder: Path) -> None:
         with pytest.raises(EngineClosed, match="not started"):
             await answer(engine, request())
         await engine.start()
-        stream = engine.generate(request(max_tokens=50))
+        stream = engine.generate(*request(max_tokens=50))
         await anext(stream)
         engine.close()
         engine.close()

@@ -1,4 +1,4 @@
-"""Filling a prompt's reuse region from the store: what is loaded, what is left to compute, and the count of both.
+"""Filling a prompt's reuse region from the store: what is loaded, and what is left to compute.
 
 Engines differ in where KV goes (`Writer`); what a hole, a corrupt chunk or a prompt that ends inside a chunk means is
 decided here, once.
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speccache_rag.engines.base import ReuseOutcome
 from speccache_rag.errors import StoreError
 from speccache_rag.store.base import ChunkStore
 from speccache_rag.types import ChunkKey, ChunkKV
@@ -40,52 +39,32 @@ class Region:
     """Positions the engine's own prefix cache already covers."""
 
 
-def fill_region(region: Region, store: ChunkStore, write: Writer) -> tuple[np.ndarray, ReuseOutcome]:
+def fill_region(region: Region, store: ChunkStore, write: Writer) -> tuple[np.ndarray, tuple[str, ...]]:
     """Write what the store has.
 
-    A chunk that is missing, does not verify or holds other tokens is a hole: all of it is left to compute, and counted
-    as missed.
+    A chunk that is missing, does not verify or holds other tokens is a hole: all of it is left to compute.
 
     Returns:
-        The positions still to compute (int64, sorted, unique), and the token counts; seconds are left at zero, but for
-        those that prefetching saved.
+        The positions still to compute (int64, sorted, unique), and the keys of the holes.
     """
-    hidden_s = store.hidden_s()
-    positions = np.arange(region.end)
     compute = np.ones(region.end, dtype=bool)
-    in_chunk = np.zeros(region.end, dtype=bool)
-    missed = np.zeros(region.end, dtype=bool)
-    missed_keys = []
+    missed: dict[str, None] = {}
     for key, start, length in region.chunks:
         length = min(length, region.end - start)
         here = slice(start, start + length)
-        in_chunk[here] = True
         skip = max(0, region.computed - start)
         if skip >= length:
             continue
         kv = stored_kv(store, ChunkKey(key), region.token_ids[here])
         if kv is None:
-            missed[here] = True
-            missed_keys.append(key)
+            missed[key] = None
             continue
         write(kv, start, skip, length)
         compute[here] = False
     for start, end in region.recompute:
         compute[start:end] = True
-    live = positions >= region.computed
-    compute &= live
-    missed &= live
-    outcome = ReuseOutcome(
-        cached_tokens=region.computed,
-        cached_chunk_tokens=int((in_chunk & ~live).sum()),
-        loaded_tokens=int((in_chunk & live & ~compute).sum()),
-        # The last token of a prompt that ends inside a chunk is computed with the rest: recomputed too.
-        recomputed_tokens=int((in_chunk & compute & ~missed).sum()) + region.region_end - region.end,
-        missed_tokens=int(missed.sum()),
-        missed_keys=tuple(missed_keys),
-        load_hidden_s=store.hidden_s() - hidden_s,
-    )
-    return positions[compute], outcome
+    compute[: region.computed] = False
+    return np.flatnonzero(compute), tuple(missed)
 
 
 def stored_kv(store: ChunkStore, key: ChunkKey, token_ids: Sequence[int]) -> ChunkKV | None:

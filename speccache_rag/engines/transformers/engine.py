@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
-from speccache_rag.engines.base import CaptureRequest, CaptureResult, EngineDelta, EngineRequest, ModelFacts
+from speccache_rag.engines.base import CaptureRequest, CaptureResult, EngineDelta, Followed, ModelFacts
 from speccache_rag.engines.reuse.deviation import check_layer
+from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.reuse.selfcheck import TOLERANCE
-from speccache_rag.engines.transformers import inquiry
 from speccache_rag.engines.transformers.cache import chunk_kv
-from speccache_rag.engines.transformers.following import Followed, follow
+from speccache_rag.engines.transformers.following import follow
 from speccache_rag.engines.transformers.generation import Generation
 from speccache_rag.engines.transformers.header import Header
+from speccache_rag.engines.transformers.kv_deviation import kv_deviation
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.options import EngineOptions, checked, resolve_device
+from speccache_rag.engines.transformers.query_attention import query_attention
 from speccache_rag.engines.transformers.sampling import SamplingOptions
 from speccache_rag.engines.transformers.selfcheck import self_check
 from speccache_rag.engines.transformers.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
-from speccache_rag.scoring.layers import LayerRange
+from speccache_rag.scoring.questions import KVDeviation, TargetQuestion
 from speccache_rag.store.factory import build_store
-from speccache_rag.types import AssembledPrompt, ChunkKey
+from speccache_rag.types import ChunkKey
 
 T = TypeVar("T")
 
@@ -111,15 +113,15 @@ class TransformersEngine:
 
         return await self._run(compute)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        """Serve a prompt; closing the iterator ends the work with the step that runs.
+    async def generate(self, plan: ReusePlan, sampling: Mapping[str, Any]) -> AsyncGenerator[EngineDelta, None]:
+        """Serve a prompt as planned; closing the iterator ends the work with the step that runs.
 
         Raises:
             ConfigurationError: bad sampling options.
             PromptError: the prompt is empty or too long.
         """
-        options = checked(SamplingOptions, "sampling", request.sampling)
-        generation = Generation(self._alive(), self._store, request, options)
+        options = checked(SamplingOptions, "sampling", sampling)
+        generation = Generation(self._alive(), self._store, plan, options)
         finished = False
         while not finished:
             delta = await self._run(generation.step)
@@ -127,31 +129,34 @@ class TransformersEngine:
             yield delta
 
     async def follow(
-        self, request: EngineRequest, answer_ids: Sequence[int] | None = None, *, max_new_tokens: int = 16
+        self, plan: ReusePlan, answer_ids: Sequence[int] | None = None, *, max_new_tokens: int = 16
     ) -> Followed:
-        """A prompt's answer and its logits along a given one (see `follow`); for evaluation, not part of `Engine`."""
+        """A prompt's own answer and its logits along a given one (see `FollowingEngine`)."""
         target = self._alive()
-        return await self._run(lambda: follow(target, self._store, request, answer_ids, max_new_tokens))
+        return await self._run(lambda: follow(target, self._store, plan, answer_ids, max_new_tokens))
 
-    async def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
-        """float32 [T] (see engines.base.Engine)."""
-        target = self._alive()
-        check_layer(layer, target.shape.n_layers)
-        return await self._run(lambda: inquiry.kv_deviation(target, self._store, prompt, layer, of))
+    async def ask(self, plan: ReusePlan, question: TargetQuestion) -> np.ndarray:
+        """float32 [T]: the answer to a question about a prompt.
 
-    async def query_attention(self, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
-        """float32 [T] (see engines.base.Engine)."""
-        target = self._alive()
-        return await self._run(lambda: inquiry.query_attention(target, self._store, prompt, layers, self._header))
+        Raises:
+            ConfigurationError: the model has no such layer.
+        """
+        target, store = self._alive(), self._store
+        if isinstance(question, KVDeviation):
+            deviation = question
+            check_layer(deviation.layer, target.shape.n_layers)
+            return await self._run(lambda: kv_deviation(target, store, plan, deviation))
+        attention = question
+        return await self._run(lambda: query_attention(target, store, plan, attention, self._header))
 
-    async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+    def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
         """bool [len(keys)]: whose KV is in the store."""
         return np.array([self._store.contains(key) for key in keys], dtype=bool)
 
-    async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
-        """Begin to read stored KV into memory."""
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to read stored KV into memory, on threads of the store."""
         self._alive()
-        self._store.prefetch(keys)
+        self._store.request(keys)
 
     async def reset_prefix_cache(self) -> None:
         """Nothing to forget: there is no prefix cache."""

@@ -1,50 +1,29 @@
-"""A prompt's own greedy answer, and its logits along another one: what comparisons of prefills are made of."""
+"""Teacher forcing: a prompt's own greedy answer, and its logits along another one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache
 
-from speccache_rag.engines.base import EngineRequest
+from speccache_rag.engines.base import Followed
+from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.prefill import prefill
 from speccache_rag.store.base import ChunkStore
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Followed:
-    """One prefill, asked for every token of an answer that it was given."""
-
-    followed_ids: tuple[int, ...]
-    """The given answer, or its own where none was given; the token that ends an answer is part of it."""
-    logits: torch.Tensor
-    """float32 [A, V] on the CPU: what the model says in the place of each of `followed_ids`, after those before."""
-    own_ids: tuple[int, ...]
-    """The answer that this prefill gives by itself, greedily."""
-    own_text: str
-
-
 def follow(
     target: TargetModel,
     store: ChunkStore,
-    request: EngineRequest,
+    plan: ReusePlan,
     answer_ids: Sequence[int] | None,
     max_new_tokens: int,
 ) -> Followed:
-    """Prefill a request's prompt and force an answer on it (teacher forcing).
-
-    Args:
-        target: the model.
-        store: where the chunks' KV is.
-        request: prompt and selection; its sampling options are not used.
-        answer_ids: the answer to follow, at least one token; None follows the prompt's own.
-        max_new_tokens: the most tokens of an own answer.
-    """
-    prefilled = prefill(target, store, request)
-    n, cache = request.prompt.n_tokens, prefilled.cache
+    """Prefill a prompt as planned and force an answer on it (see `FollowingEngine`)."""
+    prefilled = prefill(target, store, plan)
+    n, cache = len(plan.token_ids), prefilled.cache
     assert isinstance(cache, DynamicCache)
     if answer_ids is None:
         answer_ids = _greedy(target, cache, n, prefilled.logits, max_new_tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from speccache_rag.engines.base import EngineDelta, EngineRequest
+from speccache_rag.engines.base import EngineDelta
+from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.engines.transformers.prefill import Prefilled, prefill
 from speccache_rag.engines.transformers.sampling import Sampler, SamplingOptions
@@ -14,26 +15,24 @@ from speccache_rag.store.base import ChunkStore
 class Generation:
     """Steps of one request: the first prefills the prompt, each gives one token."""
 
-    def __init__(
-        self, target: TargetModel, store: ChunkStore, request: EngineRequest, options: SamplingOptions
-    ) -> None:
+    def __init__(self, target: TargetModel, store: ChunkStore, plan: ReusePlan, options: SamplingOptions) -> None:
         """Nothing runs before the first step.
 
         Raises:
             PromptError: the prompt is empty, or leaves no room for an answer.
         """
-        n = request.prompt.n_tokens
+        n = len(plan.token_ids)
         if n == 0:
             raise PromptError("The prompt has no tokens.", hint="Pass some text.")
         if n >= target.max_model_len:
             raise ContextOverflow(f"The prompt has {n} tokens; the model's context is {target.max_model_len}.")
-        self._target, self._store, self._request, self._options = target, store, request, options
+        self._target, self._store, self._plan, self._options = target, store, plan, options
         room = target.max_model_len - n
         self._limit = room if options.max_tokens is None else min(options.max_tokens, room)
         self._stop_ids = {*options.stop_token_ids, *(() if options.ignore_eos else target.eos_ids)}
         self._sampler = Sampler(options, self._stop_ids)
         self._text = AnswerText(
-            target.tokenizer, request.prompt.token_ids, options.stop, skip_special=options.skip_special_tokens
+            target.tokenizer, plan.token_ids, options.stop, skip_special=options.skip_special_tokens
         )
         self._prefilled: Prefilled | None = None
         self._new: list[int] = []
@@ -42,10 +41,10 @@ class Generation:
         """The next token's delta. Not to be called after a finished one."""
         prefilled = self._prefilled
         if prefilled is None:
-            self._prefilled = prefilled = prefill(self._target, self._store, self._request)
+            self._prefilled = prefilled = prefill(self._target, self._store, self._plan)
             logits = prefilled.logits
         else:
-            at = self._request.prompt.n_tokens + len(self._new) - 1
+            at = len(self._plan.token_ids) + len(self._new) - 1
             logits = self._target.extend(self._new[-1:], at, prefilled.cache)
         token, logprobs = self._sampler.choose(logits, self._new)
         text, reason = self._take(token)

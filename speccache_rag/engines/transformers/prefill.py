@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import Cache
 
-from speccache_rag.engines.base import EngineRequest, ReuseOutcome
+from speccache_rag.engines.base import ReuseOutcome
 from speccache_rag.engines.reuse.fill_job import Region, fill_region
+from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.transformers.cache import ReuseCache
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.store.base import ChunkStore
-from speccache_rag.types import AssembledPrompt, ChunkKV, Selection
+from speccache_rag.types import ChunkKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,38 +26,43 @@ class Prefilled:
     outcome: ReuseOutcome
 
 
-def prefill(target: TargetModel, store: ChunkStore, request: EngineRequest) -> Prefilled:
-    """Prefill a request's prompt.
+def prefill(target: TargetModel, store: ChunkStore, plan: ReusePlan) -> Prefilled:
+    """Prefill a prompt as planned.
 
-    With a selection: load the chunks' KV and recover its positions, recompute selected, fresh and missed tokens of the
-    reuse region, then prefill what follows. Without one: plain prefill.
+    With stored chunks: load their KV and recover its positions, compute the other tokens of the reuse region, then
+    prefill what follows. Without: plain prefill.
     """
-    prompt = request.prompt
-    if request.selection is None or not prompt.placements:
-        cache, logits = target.prefill(prompt.token_ids)
+    if not plan.stored:
+        cache, logits = target.prefill(plan.token_ids)
         return Prefilled(cache, logits, ReuseOutcome())
-    region = region_of(prompt, request.selection)
-    reuse = ReuseCache(target.shape, region.end)
+    end = plan.fill_end
+    reuse = ReuseCache(target.shape, end)
 
     def write(kv: ChunkKV, start: int, skip: int, length: int) -> None:
         reuse.write(kv, target.rope, start, skip, length)
 
-    started = time.perf_counter()
-    positions, outcome = fill_region(region, store, write)
+    started, hidden_s = time.perf_counter(), store.hidden_s()
+    positions, missed_keys = fill_region(region_of(plan), store, write)
     target.synchronize()
     loaded = time.perf_counter()
-    target.recompute(prompt.token_ids[: region.end], positions, reuse)
+    load_hidden_s = store.hidden_s() - hidden_s
+    target.recompute(plan.token_ids[:end], positions, reuse)
     target.synchronize()
-    outcome = replace(outcome, load_s=loaded - started, recompute_s=time.perf_counter() - loaded)
-    return Prefilled(reuse, target.extend(prompt.token_ids[region.end :], region.end, reuse), outcome)
+    outcome = ReuseOutcome(
+        missed_keys=missed_keys,
+        load_s=loaded - started,
+        load_hidden_s=load_hidden_s,
+        recompute_s=time.perf_counter() - loaded,
+    )
+    return Prefilled(reuse, target.extend(plan.token_ids[end:], end, reuse), outcome)
 
 
-def region_of(prompt: AssembledPrompt, selection: Selection) -> Region:
-    """A prompt's reuse region. The last prompt token is never part of it: its logits begin the answer."""
+def region_of(plan: ReusePlan) -> Region:
+    """A plan's reuse region."""
     return Region(
-        token_ids=prompt.token_ids,
-        chunks=[(str(p.chunk.key), p.start, p.length) for p in prompt.placements],
-        recompute=[(p, p + 1) for p in selection.positions.tolist()],
-        region_end=prompt.region_end,
-        end=min(prompt.region_end, prompt.n_tokens - 1),
+        token_ids=plan.token_ids,
+        chunks=[(chunk.key, chunk.start, chunk.length) for chunk in plan.stored],
+        recompute=plan.recompute,
+        region_end=plan.region_end,
+        end=plan.fill_end,
     )

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
+from speccache_rag.engines.reuse import plan as neutral
 from speccache_rag.scoring.layers import LayerRange
-from speccache_rag.types import AssembledPrompt, Selection
 
 PARAM = "speccache"
 """Our key in `kv_transfer_params`."""
@@ -45,10 +43,10 @@ class ReusePlan:
     """Answer this about the prompt instead of serving it."""
 
     @classmethod
-    def of(cls, prompt: AssembledPrompt, selection: Selection, tag: str = "") -> ReusePlan:
-        """The plan of an assembled prompt under a selection."""
-        chunks = tuple((str(p.chunk.key), p.start, p.length) for p in prompt.placements)
-        return cls(chunks, tuple(runs(selection.positions)), prompt.region_end, tag)
+    def of(cls, plan: neutral.ReusePlan, tag: str = "", inquiry: Inquiry | None = None) -> ReusePlan:
+        """What the worker has to know of a prompt's plan; an inquiry is about stored KV alone."""
+        chunks = tuple((chunk.key, chunk.start, chunk.length) for chunk in plan.stored)
+        return cls(chunks, () if inquiry else plan.recompute, plan.region_end, tag, inquiry)
 
     def to_params(self) -> dict[str, Any]:
         """As `kv_transfer_params`."""
@@ -105,13 +103,3 @@ class CapturePlan:
         """The capture in a request's `kv_transfer_params`, if it has one."""
         body = (params or {}).get(PARAM)
         return cls(**body["capture"]) if body and "capture" in body else None
-
-
-def runs(positions: np.ndarray) -> list[tuple[int, int]]:
-    """Sorted unique positions as half-open runs of consecutive ones: [2, 3, 7] -> [(2, 4), (7, 8)]."""
-    if len(positions) == 0:
-        return []
-    breaks = np.flatnonzero(np.diff(positions) != 1)
-    starts = positions[np.concatenate(([0], breaks + 1))]
-    ends = positions[np.concatenate((breaks, [len(positions) - 1]))] + 1
-    return list(zip(starts.tolist(), ends.tolist(), strict=True))

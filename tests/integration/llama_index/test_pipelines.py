@@ -22,6 +22,7 @@ from llama_index.llms.speccache import SpecCacheLLM, SpecCacheReuseEvent, instal
 from llama_index.retrievers.speccache import SpecCacheRetriever, SpecCacheTransform
 
 from speccache_rag import SpecCache
+from tests.hosts import known
 from tests.integration.llama_index.shapes import CHUNKS, QUESTION, Found, engine, node
 
 EMBEDDING = MockEmbedding(8)
@@ -71,7 +72,7 @@ def test_nodes_come_back_from_chroma_as_they_were_warmed(llm: SpecCacheLLM, repo
     reopened = VectorStoreIndex.from_vector_store(storage.vector_store, embed_model=EMBEDDING)
     reopened.as_query_engine(llm=llm, similarity_top_k=4).query(QUESTION)
     (event,) = reports
-    assert used(event) == (4, sum(llm.runtime._library.chunk(CHUNKS[name]).n_tokens for name in "ABCD"))
+    assert used(event) == (4, sum(known(llm.runtime, CHUNKS[name]).n_tokens for name in "ABCD"))
     assert event.report["missed_tokens"] == 0
 
 
@@ -109,7 +110,7 @@ async def test_what_nobody_warmed_is_reused_from_the_second_prompt_on(
     await asked.aquery(QUESTION)
     if hook:
         hook.remove()
-    assert used(reports[1]) == (1, llm.runtime._library.chunk(text).n_tokens)
+    assert used(reports[1]) == (1, known(llm.runtime, text).n_tokens)
 
 
 def test_streams_read_in_turns_say_what_they_say_alone(llm: SpecCacheLLM, reports: list[SpecCacheReuseEvent]) -> None:

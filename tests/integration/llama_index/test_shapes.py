@@ -19,6 +19,7 @@ from llama_index.llms.speccache import SpecCacheLLM
 from speccache_rag import SpecCache
 from speccache_rag.types import Chunk, PrefillReport
 from tests.doc_tables import check_table
+from tests.hosts import known, library_of
 from tests.integration.llama_index import conversations, query_engines
 from tests.integration.llama_index.shapes import CHUNKS, Shape
 from tests.scripted import ScriptedRuntime
@@ -65,7 +66,7 @@ class Pipeline:
         scripted = ScriptedRuntime(self._runtime, shape.replies)
         if shape.context is not None:
             scripted.max_model_len = shape.context
-        self._runtime._library.escaped._found = False  # each shape is warned of anew
+        library_of(self._runtime).escaped._found = False  # each shape is warned of anew
         self._caplog.clear()
         llm = SpecCacheLLM(runtime=scripted)  # type: ignore[arg-type]
         Settings.llm = llm
@@ -75,7 +76,7 @@ class Pipeline:
         return Run(answer, scripted.prompts, scripted.reports, told)
 
     def chunk(self, name: str) -> Chunk:
-        return self._runtime._library.chunk(CHUNKS[name])
+        return known(self._runtime, CHUNKS[name])
 
     def n_tokens(self, names: str, prompt: str) -> int:
         """How many chunk tokens a prompt with these chunks must reuse."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig
@@ -25,10 +24,10 @@ from speccache_rag.engines.base import (
     CaptureRequest,
     CaptureResult,
     EngineDelta,
-    EngineRequest,
     ModelFacts,
     ReuseOutcome,
 )
+from speccache_rag.engines.reuse import plan as neutral
 from speccache_rag.engines.reuse.deviation import check_layer
 from speccache_rag.engines.reuse.selfcheck import probe_ids
 from speccache_rag.engines.vllm.frontend.options import engine_args, sampling_params
@@ -38,9 +37,9 @@ from speccache_rag.engines.vllm.plan import CapturePlan, Inquiry, ReusePlan
 from speccache_rag.engines.vllm.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineError, EngineStartError, SpecCacheError
 from speccache_rag.fingerprint import config_changes
-from speccache_rag.scoring.layers import LayerRange
+from speccache_rag.scoring.questions import KVDeviation, TargetQuestion
 from speccache_rag.store.factory import build_disk
-from speccache_rag.types import AssembledPrompt, ChunkKey, Selection
+from speccache_rag.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +73,8 @@ class VllmEngine:
         self._disk = build_disk(store["path"])
         self._numbers = itertools.count()
         self._worker_ram = WorkerRam(self._disk, int(store["ram_bytes"])) if self._disk is not None else None
+        self._held: set[str] = set()  # of a store in RAM: what was captured and not missed since
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._llm: AsyncLLM | None = None
         self._closed = False
@@ -84,6 +85,7 @@ class VllmEngine:
         Raises:
             EngineStartError, UnsupportedModel, SelfCheckFailed: see their messages.
         """
+        self._loop = asyncio.get_running_loop()
         with explained():
             self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
         try:
@@ -110,52 +112,53 @@ class VllmEngine:
         if stored is None:
             raise EngineError(f"The KV of chunk {chunk.key[:12]} ({chunk.n_tokens} tokens) was not captured whole.")
         _raise(stored if isinstance(stored, dict) else None)
+        self._held.add(chunk.key)
         return CaptureResult(chunk.key, chunk.n_tokens, stored)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        """Serve a prompt; closing the iterator aborts the request.
+    async def generate(self, plan: neutral.ReusePlan, sampling: Mapping[str, Any]) -> AsyncGenerator[EngineDelta, None]:
+        """Serve a prompt as planned; closing the iterator aborts the request.
 
         Raises:
             ConfigurationError: bad sampling options.
             EngineError: vLLM failed.
         """
         tag = self._tag()
-        prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
-        plan = None
-        if request.selection is not None and request.prompt.placements:
-            plan = ReusePlan.of(request.prompt, request.selection, tag)
-            prompt["cache_salt"] = plan.salt()
-        params = sampling_params(request.sampling, plan.to_params() if plan else None)
-        stream = self._alive().generate(prompt, params, tag)
+        prompt = TokensPrompt(prompt_token_ids=list(plan.token_ids))
+        if plan.salt is not None:
+            prompt["cache_salt"] = plan.salt
+        carried = ReusePlan.of(plan, tag).to_params() if plan.stored else None
+        stream = self._alive().generate(prompt, sampling_params(sampling, carried), tag)
         try:
             with _vllm_errors():
                 async for output in stream:
-                    yield await self._delta(output, tag, reused=plan is not None)
+                    yield await self._delta(output, tag, reused=carried is not None)
         finally:
             await stream.aclose()
 
-    async def kv_deviation(self, prompt: AssembledPrompt, layer: int, of: Literal["value", "key"]) -> np.ndarray:
+    async def ask(self, plan: neutral.ReusePlan, question: TargetQuestion) -> np.ndarray:
         """float32 [T] (see engines.base.Engine)."""
-        check_layer(layer, self._config.model_config.hf_text_config.num_hidden_layers)
-        return await self._ask(prompt, Inquiry("kv_deviation", of=of, layer=layer))
+        if isinstance(question, KVDeviation):
+            check_layer(question.layer, self._config.model_config.hf_text_config.num_hidden_layers)
+            return await self._ask(plan, Inquiry("kv_deviation", of=question.of, layer=question.layer))
+        return await self._ask(plan, Inquiry("query_attention", layers=question.layers))
 
-    async def query_attention(self, prompt: AssembledPrompt, layers: LayerRange) -> np.ndarray:
-        """float32 [T] (see engines.base.Engine)."""
-        return await self._ask(prompt, Inquiry("query_attention", layers=layers))
-
-    async def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
-        """bool [len(keys)]: whose KV is in the store."""
+    def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+        """bool [len(keys)]: whose KV is in the store, as far as this process knows."""
         if self._disk is not None:
             return np.array([self._disk.contains(key) for key in keys], dtype=bool)
-        return np.array(await self._rpc("speccache_present", list(keys)), dtype=bool)
+        return np.array([key in self._held for key in keys], dtype=bool)
 
-    async def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to read stored KV into the worker's memory."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._prefetch_soon, list(keys))
+
+    def _prefetch_soon(self, keys: list[ChunkKey]) -> None:
         new = self._worker_ram.add(keys) if self._worker_ram is not None else []
         if not new:
             return
         # Not awaited: vLLM answers between two steps only, and the request that follows comes behind it anyway.
-        task = asyncio.create_task(self._prefetch(new))
+        task = asyncio.ensure_future(self._prefetch(new))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -197,10 +200,10 @@ class VllmEngine:
         with _vllm_errors():
             return (await self._alive().collective_rpc(method, args=args))[0]
 
-    async def _ask(self, prompt: AssembledPrompt, inquiry: Inquiry) -> np.ndarray:
-        plan = replace(ReusePlan.of(prompt, Selection.nothing(prompt), self._tag()), inquiry=inquiry)
+    async def _ask(self, neutral_plan: neutral.ReusePlan, inquiry: Inquiry) -> np.ndarray:
+        plan = ReusePlan.of(neutral_plan, self._tag(), inquiry)
         params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
-        request = TokensPrompt(prompt_token_ids=list(prompt.token_ids), cache_salt=plan.salt())
+        request = TokensPrompt(prompt_token_ids=list(neutral_plan.token_ids), cache_salt=plan.salt())
         await self._run_through(request, params, plan.tag)
         answer = await self._rpc("speccache_take_answer", plan.tag)
         if answer is None:
@@ -214,7 +217,7 @@ class VllmEngine:
         await self._run_through(TokensPrompt(prompt_token_ids=token_ids), params, plan.tag)
 
     async def _run_through(self, prompt: TokensPrompt, params: SamplingParams, tag: str) -> None:
-        """Run a request for what the worker does on its way; its answer is nobody's."""
+        """Run a request for what the worker does on its way; its text is not used."""
         with _vllm_errors():
             async for _ in self._alive().generate(prompt, params, tag):
                 pass
@@ -226,6 +229,7 @@ class VllmEngine:
             values = await self._rpc("speccache_take_outcome", tag) if reused else None
             # Without a job, all that was not computed came from vLLM's own prefix cache.
             outcome = _outcome(values) if values else ReuseOutcome(cached_tokens=output.num_cached_tokens or 0)
+            self._held.difference_update(outcome.missed_keys)
         logprobs = None
         if answer.logprobs is not None:
             logprobs = [{i: entry.logprob for i, entry in token.items()} for token in answer.logprobs]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,13 +80,16 @@ class WorkerHalf:
         def write(kv: ChunkKV, start: int, skip: int, length: int) -> None:
             self.writer.write(kv, slots, start, skip, length)
 
-        positions, outcome = fill_region(region, self.store, write)
+        hidden_s = self.store.hidden_s()
+        positions, missed_keys = fill_region(region, self.store, write)
         loaded = time.perf_counter()
+        load_hidden_s = self.store.hidden_s() - hidden_s
         self.prefill(job.token_ids, positions, job.block_ids, slots)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         done = time.perf_counter()
-        _remember(self._outcomes, plan.tag, replace(outcome, load_s=loaded - started, recompute_s=done - loaded))
+        outcome = ReuseOutcome(job.computed, missed_keys, loaded - started, load_hidden_s, done - loaded)
+        _remember(self._outcomes, plan.tag, outcome)
 
     # Capture.
 

@@ -18,7 +18,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from speccache_rag.engines.vllm.plan import runs
+from speccache_rag.engines.reuse.plan import runs
 
 
 class StopForward(Exception):

@@ -21,7 +21,7 @@ class Placing:
     """
 
     namespace: Namespace
-    """Of the chunks; it names the anchor they were captured behind."""
+    """Of the chunks: the anchor they were captured behind, and how their KV is stored."""
     present: Callable[[Sequence[ChunkKey]], np.ndarray]
     """bool [len(keys)]: whose KV is stored (`Engine.present`)."""
     min_reuse_tokens: int
@@ -45,9 +45,11 @@ class Placing:
         return "stored", "its KV is stored"
 
     def _exact(self, prompt: AssembledPrompt, placement: Placement) -> bool:
-        """Whether the chunk stands behind the very tokens it was captured behind."""
+        """Whether the chunk stands behind the very tokens it was captured behind, and its KV was not rounded."""
         anchor_ids = self.namespace.anchor_ids
-        return placement.start == len(anchor_ids) and prompt.token_ids[: placement.start] == anchor_ids
+        if placement.start != len(anchor_ids) or self.namespace.kv_dtype != "auto":
+            return False
+        return prompt.token_ids[: placement.start] == anchor_ids
 
 
 def all_computed(prompt: AssembledPrompt) -> tuple[list[PlannedChunk], list[str]]:

@@ -26,6 +26,7 @@ from speccache_rag.errors import EngineClosed
 from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.scoring.questions import KVDeviation, TargetQuestion
 from speccache_rag.store.base import Namespace
+from speccache_rag.store.quantization import KvDtype
 from speccache_rag.types import ChunkKey, Offsets
 
 MAX_MODEL_LEN = 512
@@ -173,8 +174,9 @@ def make_library(
     *,
     anchor: str | None = None,
     tenant: str | None = None,
+    kv_dtype: KvDtype = "auto",
 ) -> ChunkLibrary:
     """A library as the host makes it, with the chat template's header as the anchor unless another is given."""
     anchor = tokenizer.header() if anchor is None else anchor
-    namespace = Namespace("fingerprint", "float32", "{}", tokenizer.encode(anchor), tenant)
+    namespace = Namespace("fingerprint", "float32", "{}", tokenizer.encode(anchor), tenant, kv_dtype)
     return ChunkLibrary(tokenizer, namespace, catalogue or Catalogue(), anchor, max_model_len)

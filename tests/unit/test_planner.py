@@ -279,6 +279,16 @@ def test_a_chunk_where_it_was_captured_is_exact_and_takes_nothing_from_the_budge
         assert not any(chunk.exact for chunk in plan_for(tokenizer, library, engine, prompt).reuse.chunks)
 
 
+def test_a_chunk_that_was_rounded_when_it_was_stored_is_not_exact(
+    tokenizer: PromptTokenizer, engine: FakeEngine
+) -> None:
+    rounding = make_library(tokenizer, kv_dtype="fp8_e4m3")
+    rounding.learn(rounding.chunk(A))
+    engine.held = {key_of(rounding, A)}
+    (chunk,) = plan_for(tokenizer, rounding, engine, f"{tokenizer.header()}{A}").reuse.chunks
+    assert (chunk.state, chunk.exact) == ("stored", False)
+
+
 def test_a_missing_chunk_is_not_exact(tokenizer: PromptTokenizer, library: ChunkLibrary, engine: FakeEngine) -> None:
     engine.held.clear()
     plan = plan_for(tokenizer, library, engine, f"{tokenizer.header()}{A}")

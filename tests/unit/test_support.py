@@ -304,7 +304,7 @@ async def test_an_engine_that_was_not_started_or_was_closed_says_so(plain: Path)
         await engine.reset_prefix_cache()
     engine.close()
     with pytest.raises(EngineClosed, match="was closed"):
-        await engine.present([])
+        await engine.reset_prefix_cache()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from speccache_rag.hosting.engine_host import EngineHost
 from speccache_rag.plan.call import Call
 from speccache_rag.plan.draft import Draft
 from speccache_rag.plan.explanation import explanation_of
-from speccache_rag.plan.options import CallOptions, PlanOptions, split_options
+from speccache_rag.plan.options import CallOptions, PlanOptions, plan_options, split_options
 from speccache_rag.plan.planner import Planner
 from speccache_rag.plan.prompt_plan import Prompt, PromptPlan
 from speccache_rag.plan.report import report_of
@@ -78,18 +78,15 @@ class SpecCache:
         """A `SpecCache` with these options."""
         return cls(**config.model_dump())
 
-    _shared: dict[str, SpecCache] = {}
-    _shared_lock = threading.Lock()
-
     @classmethod
     def shared(cls, config: SpecCacheConfig) -> SpecCache:
         """One object per process and configuration, for frameworks that copy and re-create their LLM objects."""
         key = json.dumps(config.model_dump(), sort_keys=True, default=str)
-        with cls._shared_lock:
-            found = cls._shared.get(key)
-            if found is None or found.closed:
-                found = cls._shared[key] = cls.from_config(config)
-            return found
+        host = EngineHost.acquire(config)
+        try:
+            return host.shared(key, lambda: cls.from_config(config), lambda found: not found.closed)
+        finally:
+            host.release()
 
     # Frameworks copy and pickle whatever holds a model. A live engine cannot be copied: a copy shares it, and what is
     # unpickled finds its process's own by the configuration.
@@ -187,12 +184,12 @@ class SpecCache:
             ConfigurationError: an option is unknown or out of range.
             EngineError: a question of the policy failed.
         """
-        return self._host_running().loop.run(self._planner.plan(prompt, split_options(options)[0]))
+        return self._host_running().loop.run(self._planner.plan(prompt, plan_options(options)))
 
     async def aplan(self, prompt: Prompt, **options: Unpack[PlanOptions]) -> PromptPlan:
         """`plan` for an event loop."""
         host = await self._ahost_running()
-        return await host.loop.run_from_loop(self._planner.plan(prompt, split_options(options)[0]))
+        return await host.loop.run_from_loop(self._planner.plan(prompt, plan_options(options)))
 
     def explain(self, prompt: Prompt, **options: Unpack[PlanOptions]) -> Explanation:
         """What would be loaded, recomputed and computed fresh, token by token; generates nothing."""
@@ -249,7 +246,7 @@ class SpecCache:
             )
         return host.loop.run(host.engine.follow(plan.reuse, answer_ids, max_new_tokens=max_new_tokens))
 
-    # Look.
+    # The state it is in.
 
     def stats(self) -> dict[str, Any]:
         """Totals since this object was made, and the number of known chunks if the engine runs."""
@@ -265,7 +262,7 @@ class SpecCache:
         host = self._open()
         host.loop.run(host.engine.reset_prefix_cache())
 
-    # End.
+    # Closing.
 
     def close(self) -> None:
         """Stop using the engine; the last user stops it. Idempotent."""
@@ -283,7 +280,7 @@ class SpecCache:
     ) -> None:
         self.close()
 
-    # Inside.
+    # Helpers.
 
     def _open(self) -> EngineHost:
         if self._host is None:
@@ -336,6 +333,7 @@ class SpecCache:
         return call, self._planner.draft(call.prompt, planned, started)
 
     async def _deltas(self, plan: PromptPlan, sampling: Mapping[str, Any]) -> AsyncGenerator[Delta, None]:
+        """The engine's answer to a planned prompt; the last delta carries report and usage."""
         text, n_new, ttft_s = "", 0, 0.0
         token_ids: tuple[int, ...] = ()
         logprobs: list[Mapping[int, float]] = []

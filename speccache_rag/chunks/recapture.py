@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recaptures:
-    """Captures each missed chunk alone behind the anchor, once at a time, while nobody waits.
+    """Captures missed chunks behind the anchor, in the background; a chunk whose capture runs is not begun again.
 
     KV recomputed in a prompt's context is not the chunk's own, so it cannot be kept instead.
     """
@@ -25,12 +25,6 @@ class Recaptures:
         self._running: set[ChunkKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._lock = threading.Lock()
-
-    @property
-    def idle(self) -> bool:
-        """Whether no capture runs."""
-        with self._lock:
-            return not self._running
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Begin those that do not run yet; called on the engine's loop."""

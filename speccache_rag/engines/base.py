@@ -1,4 +1,4 @@
-"""What an engine must do: capture chunk KV, and serve a prompt whose chunks have stored KV."""
+"""`Engine`: the protocol of an inference engine that captures chunk KV and serves prompts over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is everything in order? One line a question."""
+"""The checks of `SpecCache.doctor`: versions, models, store, engine."""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ import atexit
 import json
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
 
@@ -25,6 +27,8 @@ from speccache_rag.store.base import Namespace
 from speccache_rag.store.factory import OPTIONS, store_options
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ENGINE_OPTIONS = ("engine", "model", "engine_options", *OPTIONS.values())
 """The options that make two configurations need two engines."""
@@ -47,6 +51,8 @@ class EngineHost:
         self._catalogue: Catalogue | None = None
         self._libraries: dict[tuple[str | None, str | None, str], ChunkLibrary] = {}
         self._scorers: dict[tuple[str, LayerRange], SpeculativeScorer] = {}
+        self._shared: dict[str, Any] = {}
+        self._shared_lock = threading.Lock()
 
     @property
     def model(self) -> Path:
@@ -152,8 +158,16 @@ class EngineHost:
         if catalogue is not None:
             catalogue.close()
 
-    # The registry. It is the one thing per process this package keeps, because frameworks copy, pickle and re-create
-    # LLM objects freely, and each copy must find the same engine.
+    def shared(self, key: str, make: Callable[[], T], usable: Callable[[T], bool]) -> T:
+        """The object kept here under a key; made anew where there is none, or none that is usable."""
+        with self._shared_lock:
+            found: T | None = self._shared.get(key)
+            if found is None or not usable(found):
+                found = self._shared[key] = make()
+            return found
+
+    # The registry: the one table of this process that the core keeps. Frameworks copy, pickle and re-create LLM objects
+    # freely, and each copy must find the same engine.
 
     _hosts: dict[str, EngineHost] = {}
     _hosts_lock = threading.Lock()

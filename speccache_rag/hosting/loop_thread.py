@@ -94,13 +94,13 @@ class LoopThread:
 
     async def aiterate(self, source: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """`source()`, consumed here, as an async iterator for another event loop."""
-        there = asyncio.get_running_loop()
+        consumer = asyncio.get_running_loop()
         items: asyncio.Queue[_Item[T] | _End] = asyncio.Queue()
 
         def emit(item: _Item[T] | _End) -> None:
             # The consumer's loop may be gone, and then nobody waits.
             with contextlib.suppress(RuntimeError):
-                there.call_soon_threadsafe(items.put_nowait, item)
+                consumer.call_soon_threadsafe(items.put_nowait, item)
 
         pump = self._submit(self._pump(source, emit))
         pump.add_done_callback(lambda done: emit(self._end(done)))

@@ -1,1 +1,1 @@
-"""From a prompt to a plan: which tokens are loaded, recomputed and computed fresh, and the report of it."""
+"""Plans of prompts: which tokens are loaded, recomputed and computed fresh, why, and the reports of it."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from speccache_rag.config import Scoring
+from speccache_rag.errors import ConfigurationError
 
 
 class PlanOptions(TypedDict, total=False):
@@ -45,6 +46,19 @@ class CallOptions(PlanOptions, total=False):
     tool_choice: Any
     parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
+
+
+def plan_options(options: Mapping[str, Any]) -> PlanOptions:
+    """The options of a plan, as far as they are set.
+
+    Raises:
+        ConfigurationError: there is another among them.
+    """
+    planned, others = split_options(options)
+    if others:
+        known = ", ".join(PlanOptions.__annotations__)
+        raise ConfigurationError(f"A plan has no option {', '.join(map(repr, others))}.", hint=f"Known: {known}.")
+    return planned
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[PlanOptions, dict[str, Any]]:

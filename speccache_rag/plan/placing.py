@@ -1,4 +1,4 @@
-"""Which of a prompt's known chunks are loaded, decided before anything is scored."""
+"""`Placing`: the rules that say which of a prompt's known chunks are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `SpecCache` did since it was made."""
+"""`Counters`: sums over all that a `SpecCache` did since it was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of a scoring model count."""
+"""Ranges of a scoring model's layers, by name."""
 
 from __future__ import annotations
 

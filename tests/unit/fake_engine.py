@@ -118,7 +118,8 @@ class FakeEngine:
     def outcome(self, plan: ReusePlan) -> ReuseOutcome:
         """What the engine finds: it meets a hole only in what its prefix cache does not hold."""
         cached = min(self.cached_tokens, len(plan.token_ids) - 1)
-        missed = [c.key for c in plan.stored if c.key in self.holes and min(c.end, plan.fill_end) > cached]
+        gone = self.holes | {c.key for c in plan.stored} - self.held
+        missed = [c.key for c in plan.stored if c.key in gone and min(c.end, plan.fill_end) > cached]
         return ReuseOutcome(cached_tokens=cached, missed_keys=tuple(dict.fromkeys(missed)))
 
     def _check(self) -> None:

@@ -166,11 +166,11 @@ def test_a_plan_is_the_same_from_a_thread_and_from_an_event_loop(maker: Maker, c
         assert sc.stats()["requests"] == 0
 
 
-def test_a_plan_is_served_as_it_is(maker: Maker, config: SpecCacheConfig) -> None:
+def test_a_plan_is_served_as_it_is(maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
         sc.warm([A], show_progress=False)
         plan = sc.plan(f"{A} Which mill is that?", policy="random", recompute_ratio=0.3)
-        maker.made[0].held.clear()  # nobody looks again
+        monkeypatch.setattr(maker.made[0], "present", None)  # nobody looks again
         report = sc.generate(plan, max_tokens=3).report
         assert maker.made[0].served == [plan.reuse]
         assert (report.policy, report.recompute_ratio, report.chunks_reused) == ("random", 0.3, 1)
@@ -186,6 +186,7 @@ def test_a_plan_is_served_as_it_is(maker: Maker, config: SpecCacheConfig) -> Non
         ({"recompute_ratio": 1.5}, "'recompute_ratio' is 1.5"),
         ({"scoring": "never"}, "'scoring' is 'never'"),
         ({"policy": ["epic"]}, "'policy' is"),
+        ({"max_tokens": 3}, "A plan has no option 'max_tokens'"),
     ],
 )
 def test_a_bad_option_of_a_call_is_named(
@@ -260,10 +261,7 @@ def test_closed_models_start_no_speculative_engine(maker: Maker, config: SpecCac
 # Copies.
 
 
-def test_copies_share_the_engine_and_pickles_find_it(
-    maker: Maker, config: SpecCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SpecCache, "_shared", {})
+def test_copies_share_the_engine_and_pickles_find_it(maker: Maker, config: SpecCacheConfig) -> None:
     with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
         assert copy.copy(sc) is sc
         assert copy.deepcopy({"llm": sc})["llm"] is sc

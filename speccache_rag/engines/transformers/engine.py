@@ -175,7 +175,7 @@ class TransformersEngine:
             self._store.close()
         self._thread.shutdown(wait=False)
 
-    # Inside.
+    # Helpers.
 
     def _alive(self) -> TargetModel:
         if self._target is None:

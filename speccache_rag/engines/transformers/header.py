@@ -1,4 +1,4 @@
-"""The text before a prompt's first chunk, and its KV."""
+"""`Header`: the KV of what stands before a prompt's first chunk."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def query_attention(
     positions, _ = fill_region(region, store, write)
     rows = np.concatenate((positions, np.arange(plan.fill_end, n)))
     layers = counted_layers(target.shape.n_layers, question.layers)
-    most = target.attend(plan.token_ids, rows, cache, plan.fill_end, layers)
+    attention = target.attend(plan.token_ids, rows, cache, plan.fill_end, layers)
     header.keep(cache, header_ids)
-    found: np.ndarray = most.mean(dim=0).cpu().numpy()
+    found: np.ndarray = attention.mean(dim=0).cpu().numpy()
     return found

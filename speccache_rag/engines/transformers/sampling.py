@@ -1,4 +1,4 @@
-"""From logits to the next token. Options carry vLLM's names and defaults; the filters are Transformers' own."""
+"""`Sampler`: chooses the next token from logits. Option names and defaults are vLLM's, the filters Transformers'."""
 
 from __future__ import annotations
 

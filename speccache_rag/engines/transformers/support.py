@@ -1,4 +1,4 @@
-"""What this engine can serve, and the reason it gives for what it cannot."""
+"""The checks that refuse a model this engine cannot serve, each with its reason."""
 
 from __future__ import annotations
 

@@ -99,8 +99,10 @@ async def run_load(
         await asyncio.sleep(after_s)
         served, last = Served(), time.perf_counter()
         started = last
-        options = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
-        async for delta in sc.astream(prompt, policy=policy, recompute_ratio=recompute_ratio, **options):
+        options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        if recompute_ratio is not None:
+            options["recompute_ratio"] = recompute_ratio
+        async for delta in sc.astream(prompt, policy=policy, **options):
             now = time.perf_counter()
             if delta.completion is not None:
                 served.report = delta.completion.report.to_dict()
@@ -122,11 +124,13 @@ async def run_load(
 def _summary(served: Sequence[Served], policy: str, rate_rps: float, seconds: float) -> LoadResult:
     ttfts = [s.ttft_s for s in served]
     gaps = [gap for s in served for gap in s.gaps_s] or [0.0]
-    totals = {
+    figures: dict[str, Any] = {
         name: sum(s.report[name] for s in served)
         for name in ("prompt_tokens", "loaded_tokens", "recomputed_tokens", "cached_tokens")
     }
-    ranks = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+    for name, rank in {"p50": 50, "p95": 95, "p99": 99, "max": 100}.items():
+        figures[f"ttft_{name}_s"] = float(np.percentile(ttfts, rank))
+        figures[f"gap_{name}_s"] = float(np.percentile(gaps, rank))
     return LoadResult(
         policy=policy,
         rate_rps=rate_rps,
@@ -134,7 +138,5 @@ def _summary(served: Sequence[Served], policy: str, rate_rps: float, seconds: fl
         seconds=seconds,
         throughput_rps=len(served) / seconds,
         throughput_tokens_s=sum(s.tokens for s in served) / seconds,
-        **totals,
-        **{f"ttft_{name}_s": float(np.percentile(ttfts, rank)) for name, rank in ranks.items()},
-        **{f"gap_{name}_s": float(np.percentile(gaps, rank)) for name, rank in ranks.items()},
+        **figures,
     )

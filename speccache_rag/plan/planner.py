@@ -137,7 +137,7 @@ class Planner:
         else:
             chunks, reasons = all_computed(prompt)
             kind = exact_kind(config.tenant)
-        reuse = ReusePlan(prompt.token_ids, tuple(chunks), kind=kind)
+        reuse = ReusePlan(prompt.token_ids, tuple(chunks), anchor_tokens=len(library.namespace.anchor_ids), kind=kind)
         if reuse.stored:
             engine.prefetch([ChunkKey(chunk.key) for chunk in reuse.stored])  # read while tokens are scored
         return Draft(asked, prompt, reuse, tuple(reasons), config, policy, started)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from speccache_rag import SpecCache
+from speccache_rag.engines.reuse.fill import Stretch
 from speccache_rag.engines.transformers.cache import ReuseCache, chunk_kv
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.types import ChunkKV
@@ -44,7 +45,7 @@ def test_a_recomputed_token_sees_exactly_the_keys_up_to_itself(target: TargetMod
     def row(kv: ChunkKV) -> torch.Tensor:
         """Fresh keys and values of p in every layer."""
         region = ReuseCache(target.shape, n)
-        region.write(kv, target.rope, 0, 0, n)
+        region.write([Stretch(kv, 0, 0, n)], target.rope)
         target.recompute(ids, np.array([p]), region)
         fresh = chunk_kv(region, ids)
         return torch.stack((fresh.keys[:, p], fresh.values[:, p]))
@@ -68,6 +69,6 @@ def test_tokens_recomputed_together_see_each_other_and_nothing_later(tiny_folder
     cache, _ = llama.prefill(ids)
     exact = chunk_kv(cache, ids)
     region = ReuseCache(llama.shape, n)
-    region.write(poisoned(exact, torch.from_numpy(chosen), float("nan")), llama.rope, 0, 0, n)
+    region.write([Stretch(poisoned(exact, torch.from_numpy(chosen), float("nan")), 0, 0, n)], llama.rope)
     llama.recompute(ids, chosen, region)
     assert_kv_equal(chunk_kv(region, ids), exact)

@@ -2,50 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
-import numpy as np
 import torch
 
-from speccache_rag.engines.reuse.fill_job import Region, stored_kv
+from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.errors import ConfigurationError
-from speccache_rag.store.base import ChunkStore
-from speccache_rag.types import ChunkKey
+from speccache_rag.types import ChunkKV
 
 
 def kv_deviation_of(
     true: torch.Tensor,
-    region: Region,
-    store: ChunkStore,
+    plan: ReusePlan,
+    kv_of: Callable[[str], ChunkKV | None],
     rope: RopeTable | None,
     layer: int,
     of: Literal["value", "key"],
-) -> np.ndarray:
-    """float32 [T] over `region.token_ids`: squared L2 distance over heads and dimensions.
+    heads: slice = slice(None),
+) -> torch.Tensor:
+    """float32 [T] over the prompt, on the CPU: squared L2 distance over heads and dimensions.
 
     Args:
         true: [region_end, H, D], keys or values of a full prefill at `layer`.
-        region: the chunks and where they stand.
-        store: where their KV is.
+        plan: the chunks and where they stand.
+        kv_of: the stored KV of a key, None where it has none of use.
         rope: the layer's rotation, None where it has none.
         layer: layer index.
         of: which of both `true` holds.
+        heads: KV heads of the whole model that `true` holds.
 
     NaN outside chunks; 0 in a chunk without stored KV, which is computed whatever is chosen.
     """
-    deviation = torch.full((len(region.token_ids),), float("nan"))
-    for key, start, length in region.chunks:
-        here = slice(start, start + length)
-        kv = stored_kv(store, ChunkKey(key), region.token_ids[here])
+    deviation = torch.full((len(plan.token_ids),), float("nan"))
+    for chunk in plan.stored:
+        here = slice(chunk.start, chunk.end)
+        kv = kv_of(chunk.key)
         if kv is None:
             deviation[here] = 0.0
             continue
-        stored = (kv.values if of == "value" else kv.keys)[layer, :length].to(true.device)
+        stored = (kv.values if of == "value" else kv.keys)[layer, : chunk.length, heads].to(true.device)
         if of == "key" and rope is not None:
-            stored = rope.move(stored, start - kv.position)
+            stored = rope.move(stored, chunk.start - kv.position)
         deviation[here] = (true[here] - stored.float()).square().sum(dim=(1, 2)).cpu()
-    return deviation.numpy()
+    return deviation
 
 
 def check_layer(layer: int, n_layers: int) -> None:

@@ -51,6 +51,8 @@ class ReusePlan:
     """All known chunks in the prompt, in its order, without overlaps."""
     recompute: tuple[tuple[int, int], ...] = ()
     """Chosen positions inside stored chunks, as sorted half-open ranges."""
+    anchor_tokens: int | None = None
+    """Length of the anchor prefix behind which all its chunks were captured."""
     kind: str = ""
     """The kind of approximation, as a digest. Empty where nothing is approximate and there is no tenant."""
 
@@ -72,7 +74,7 @@ class ReusePlan:
     @property
     def salt(self) -> str | None:
         """vLLM's `cache_salt`: only prompts of the same kind of approximation share its prefix cache."""
-        return f"speccache:{self.kind}" if self.kind else None
+        return salt_of(self.kind)
 
     def actions(self, missed_keys: Collection[str] = ()) -> np.ndarray:
         """object [T]: what is done with each token, "fresh", "loaded", "recomputed" or "missed".
@@ -107,13 +109,23 @@ class ReusePlan:
 
     def to_params(self) -> dict[str, Any]:
         """As plain values, without the token ids, which travel with the request anyway."""
-        return {"chunks": [asdict(c) for c in self.chunks], "recompute": [list(r) for r in self.recompute]}
+        return {
+            "chunks": [asdict(c) for c in self.chunks],
+            "recompute": [list(r) for r in self.recompute],
+            "anchor_tokens": self.anchor_tokens,
+        }
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any], token_ids: Sequence[int]) -> ReusePlan:
         """The plan that `to_params` described. `kind` is left out: it has done its work when a request is admitted."""
         chunks = tuple(PlannedChunk(**chunk) for chunk in params["chunks"])
-        return cls(tuple(token_ids), chunks, tuple((int(a), int(b)) for a, b in params["recompute"]))
+        recompute = tuple((int(start), int(end)) for start, end in params["recompute"])
+        return cls(tuple(token_ids), chunks, recompute, params["anchor_tokens"])
+
+
+def salt_of(kind: str) -> str | None:
+    """vLLM's `cache_salt` of a kind; None, the salt of everybody's plain prompts, for the empty one."""
+    return f"speccache:{kind}" if kind else None
 
 
 def runs(positions: np.ndarray) -> list[tuple[int, int]]:

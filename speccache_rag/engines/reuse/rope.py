@@ -33,17 +33,20 @@ class RopeTable:
         """Largest position difference, exclusive."""
         return int(self.cos.shape[0])
 
-    def move(self, keys: torch.Tensor, delta: int) -> torch.Tensor:
+    def move(self, keys: torch.Tensor, delta: int | torch.Tensor) -> torch.Tensor:
         """Keys [..., T, H, D] moved by `delta` positions, either way; computed in float32, returned in their dtype.
+
+        `delta` is one number for all tokens, or int64 [T], one for each.
 
         Raises:
             IndexError: |delta| is beyond the table.
         """
-        if delta == 0:
-            return keys
-        cos, sin = self.cos[abs(delta)], self.sin[abs(delta)]
-        if delta < 0:
-            sin = -sin
+        if isinstance(delta, int):
+            cos, sin = self.cos[abs(delta)], self.sin[abs(delta)]  # [R/2]
+            sin = -sin if delta < 0 else sin
+        else:
+            cos, sin = self.cos[delta.abs(), None], self.sin[delta.abs(), None]  # [T, 1, R/2]: the same for all heads
+            sin = torch.where(delta[:, None, None] < 0, -sin, sin)
         half = cos.shape[-1]
         x = keys.float()
         rotary, rest = x[..., : 2 * half], x[..., 2 * half :]

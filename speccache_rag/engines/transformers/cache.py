@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,19 +11,15 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
+from speccache_rag.engines.reuse.fill import KVShape, Stretch
 from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.types import ChunkKV
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
+class CacheShape(KVShape):
     """What one token's KV looks like in every layer, and where it lives."""
 
-    n_layers: int
-    n_heads: int
-    """H: KV heads."""
-    head_dim: int
-    dtype: torch.dtype
     device: torch.device
 
 
@@ -35,22 +31,24 @@ class ReuseCache(DynamicCache):
     After that it grows at its end, as any `DynamicCache` does.
     """
 
-    def __init__(self, shape: KVShape, length: int) -> None:
+    def __init__(self, shape: CacheShape, length: int) -> None:
         size = (1, shape.n_heads, length, shape.head_dim)
         # Zero, not empty: rows that are not written yet are masked, but a NaN would pass through the mask.
         zeros = partial(torch.zeros, size, dtype=shape.dtype, device=shape.device)
         super().__init__([(zeros(), zeros()) for _ in range(shape.n_layers)])
         self._positions: torch.Tensor | None = None
 
-    def write(self, kv: ChunkKV, rope: RopeTable, start: int, skip: int, length: int) -> None:
-        """Write tokens `skip .. length - 1` of a chunk that begins at position `start` of the prompt."""
-        here = slice(start + skip, start + length)
-        for index in range(len(self.layers)):
-            keys, values = layer_kv(self, index)
-            moved = rope.move(kv.keys[index, skip:length].to(keys.device), start - kv.position)
-            # Stored rows are [T, H, D], the cache's are [1, H, T, D].
-            keys[0, :, here] = moved.transpose(0, 1)
-            values[0, :, here] = kv.values[index, skip:length].to(values.device).transpose(0, 1)
+    def write(self, stretches: Sequence[Stretch], rope: RopeTable) -> None:
+        """Write stored tokens at their positions of the prompt."""
+        for stretch in stretches:
+            kv, chosen = stretch.kv, slice(stretch.skip, stretch.length)
+            here = slice(stretch.start + stretch.skip, stretch.start + stretch.length)
+            for index in range(len(self.layers)):
+                keys, values = layer_kv(self, index)
+                moved = rope.move(kv.keys[index, chosen].to(keys.device), stretch.start - kv.position)
+                # Stored rows are [T, H, D], the cache's are [1, H, T, D].
+                keys[0, :, here] = moved.transpose(0, 1)
+                values[0, :, here] = kv.values[index, chosen].to(values.device).transpose(0, 1)
 
     @contextmanager
     def scattering(self, positions: torch.Tensor) -> Iterator[None]:

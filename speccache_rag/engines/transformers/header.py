@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from speccache_rag.engines.reuse.fill import Stretch
 from speccache_rag.engines.reuse.rope import RopeTable
 from speccache_rag.engines.transformers.cache import ReuseCache, chunk_kv
 from speccache_rag.types import ChunkKV
@@ -20,7 +21,7 @@ class Header:
         """Write it into a prompt that begins with the same tokens; how many were written."""
         if self._kv is None or self._kv.token_ids != token_ids:
             return 0
-        cache.write(self._kv, rope, 0, 0, len(token_ids))
+        cache.write([Stretch(self._kv, 0, 0, len(token_ids))], rope)
         return len(token_ids)
 
     def keep(self, cache: ReuseCache, token_ids: tuple[int, ...]) -> None:

@@ -9,9 +9,9 @@ import torch
 from transformers import DynamicCache
 
 from speccache_rag.engines.reuse.deviation import kv_deviation_of
+from speccache_rag.engines.reuse.fill import FillJob
 from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.transformers.model import TargetModel
-from speccache_rag.engines.transformers.prefill import region_of
 from speccache_rag.scoring.questions import KVDeviation
 from speccache_rag.store.base import ChunkStore
 
@@ -24,7 +24,9 @@ def kv_deviation(target: TargetModel, store: ChunkStore, plan: ReusePlan, questi
     except LayerReached as reached:
         true = reached.values if question.of == "value" else reached.keys
         rows = true[0].transpose(0, 1).float()
-        return kv_deviation_of(rows, region_of(plan), store, target.rope, question.layer, question.of)
+        job = FillJob(plan, store, target.shape)
+        job.decide(job.load())
+        return kv_deviation_of(rows, plan, job.kv, target.rope, question.layer, question.of).numpy()
     raise AssertionError(f"the model never wrote layer {question.layer} into its cache")
 
 

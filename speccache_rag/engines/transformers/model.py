@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
 from speccache_rag.engines.reuse.attention import QUERY_TOKENS
-from speccache_rag.engines.transformers.cache import KVShape, ReuseCache
+from speccache_rag.engines.transformers.cache import CacheShape, ReuseCache
 from speccache_rag.engines.transformers.support import check_model, kv_shape, rope_table
 from speccache_rag.engines.transformers.watching import watching
 from speccache_rag.errors import ConfigurationError, EngineStartError, UnsupportedModel
@@ -41,7 +41,7 @@ class TargetModel:
         self._can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.rope = rope_table(model, max_model_len)
         cache, _ = self.prefill([0, 0])
-        self.shape: KVShape = kv_shape(name, cache, int(text.num_hidden_layers), n_tokens=2)
+        self.shape: CacheShape = kv_shape(name, cache, int(text.num_hidden_layers), n_tokens=2)
 
     @classmethod
     def load(

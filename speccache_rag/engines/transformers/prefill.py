@@ -9,12 +9,11 @@ import torch
 from transformers import Cache
 
 from speccache_rag.engines.base import ReuseOutcome
-from speccache_rag.engines.reuse.fill_job import Region, fill_region
+from speccache_rag.engines.reuse.fill import FillJob
 from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.transformers.cache import ReuseCache
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.store.base import ChunkStore
-from speccache_rag.types import ChunkKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,34 +34,19 @@ def prefill(target: TargetModel, store: ChunkStore, plan: ReusePlan) -> Prefille
     if not plan.stored:
         cache, logits = target.prefill(plan.token_ids)
         return Prefilled(cache, logits, ReuseOutcome())
-    end = plan.fill_end
-    reuse = ReuseCache(target.shape, end)
-
-    def write(kv: ChunkKV, start: int, skip: int, length: int) -> None:
-        reuse.write(kv, target.rope, start, skip, length)
-
-    started, hidden_s = time.perf_counter(), store.hidden_s()
-    positions, missed_keys = fill_region(region_of(plan), store, write)
+    job = FillJob(plan, store, target.shape)
+    reuse = ReuseCache(target.shape, plan.fill_end)
+    missed = job.load()
+    job.decide(missed)
+    job.write(lambda stretches: reuse.write(stretches, target.rope))
     target.synchronize()
-    loaded = time.perf_counter()
-    load_hidden_s = store.hidden_s() - hidden_s
-    target.recompute(plan.token_ids[:end], positions, reuse)
+    started = time.perf_counter()
+    target.recompute(plan.token_ids[: plan.fill_end], job.positions, reuse)
     target.synchronize()
     outcome = ReuseOutcome(
-        missed_keys=missed_keys,
-        load_s=loaded - started,
-        load_hidden_s=load_hidden_s,
-        recompute_s=time.perf_counter() - loaded,
+        missed_keys=tuple(sorted(missed)),
+        load_s=job.load_s,
+        load_hidden_s=job.load_hidden_s,
+        recompute_s=time.perf_counter() - started,
     )
-    return Prefilled(reuse, target.extend(plan.token_ids[end:], end, reuse), outcome)
-
-
-def region_of(plan: ReusePlan) -> Region:
-    """A plan's reuse region."""
-    return Region(
-        token_ids=plan.token_ids,
-        chunks=[(chunk.key, chunk.start, chunk.length) for chunk in plan.stored],
-        recompute=plan.recompute,
-        region_end=plan.region_end,
-        end=plan.fill_end,
-    )
+    return Prefilled(reuse, target.extend(plan.token_ids[plan.fill_end :], plan.fill_end, reuse), outcome)

@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from speccache_rag.engines.reuse.fill_job import fill_region
+from speccache_rag.engines.reuse.fill import FillJob
 from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.transformers.cache import ReuseCache
 from speccache_rag.engines.transformers.header import Header
 from speccache_rag.engines.transformers.model import TargetModel
-from speccache_rag.engines.transformers.prefill import region_of
 from speccache_rag.scoring.layers import counted_layers
 from speccache_rag.scoring.questions import QueryAttention
 from speccache_rag.store.base import ChunkStore
-from speccache_rag.types import ChunkKV
 
 
 def query_attention(
@@ -27,15 +25,12 @@ def query_attention(
     """
     n = len(plan.token_ids)
     cache = ReuseCache(target.shape, n)
-
-    def write(kv: ChunkKV, start: int, skip: int, length: int) -> None:
-        cache.write(kv, target.rope, start, skip, length)
-
     header_ids = plan.token_ids[: plan.stored[0].start if plan.stored else 0]
     known = header.write(cache, target.rope, header_ids)
-    region = replace(region_of(plan), recompute=(), computed=known)
-    positions, _ = fill_region(region, store, write)
-    rows = np.concatenate((positions, np.arange(plan.fill_end, n)))
+    job = FillJob(replace(plan, recompute=()), store, target.shape, known)
+    job.decide(job.load())
+    job.write(lambda stretches: cache.write(stretches, target.rope))
+    rows = np.concatenate((job.positions, np.arange(plan.fill_end, n)))
     layers = counted_layers(target.shape.n_layers, question.layers)
     attention = target.attend(plan.token_ids, rows, cache, plan.fill_end, layers)
     header.keep(cache, header_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from speccache_rag.engines.reuse.fill import Stretch
 from speccache_rag.engines.reuse.selfcheck import probe_ids, prove
 from speccache_rag.engines.transformers.cache import ReuseCache, chunk_kv
 from speccache_rag.engines.transformers.model import TargetModel
@@ -21,7 +22,7 @@ def self_check(target: TargetModel) -> None:
     def recompute(positions: np.ndarray, *, over: ChunkKV | None = None, rope_offset: int = 0) -> ChunkKV:
         cache = ReuseCache(target.shape, len(token_ids))
         if over is not None:
-            cache.write(over, target.rope, over.position, 0, len(token_ids))
+            cache.write([Stretch(over, over.position, 0, len(token_ids))], target.rope)
         target.recompute(token_ids, positions, cache, rope_offset=rope_offset)
         return chunk_kv(cache, token_ids)
 

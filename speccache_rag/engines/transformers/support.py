@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from speccache_rag.engines.reuse.rope import RopeTable
-from speccache_rag.engines.transformers.cache import KVShape
+from speccache_rag.engines.transformers.cache import CacheShape
 from speccache_rag.errors import UnsupportedModel
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -126,7 +126,7 @@ def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.shape == expected.shape and bool(torch.allclose(found, expected, atol=1e-5, rtol=0))
 
 
-def kv_shape(name: str, cache: Cache, n_layers: int, n_tokens: int) -> KVShape:
+def kv_shape(name: str, cache: Cache, n_layers: int, n_tokens: int) -> CacheShape:
     """What the model left in a cache after a prefill of `n_tokens` tokens.
 
     Raises:
@@ -138,7 +138,7 @@ def kv_shape(name: str, cache: Cache, n_layers: int, n_tokens: int) -> KVShape:
     shape = min(shapes)
     plain = len(shapes) == 1 and len(shape) == 4 and shape[::2] == (1, n_tokens)
     _refuse(name, {f"its layers keep keys and values of shapes {sorted(shapes)}": not plain})
-    return KVShape(n_layers, shape[1], shape[3], layers[0].keys.dtype, layers[0].keys.device)
+    return CacheShape(n_layers, shape[1], shape[3], layers[0].keys.dtype, layers[0].keys.device)
 
 
 def _refuse(what: str, reasons: Mapping[str, bool]) -> None:

@@ -52,9 +52,6 @@ def check_config(config: VllmConfig) -> None:
             model.using_transformers_backend()
         ),
         "it does not generate text": model.runner_type != "generate",
-        f"tensor_parallel_size is {parallel.tensor_parallel_size}; only 1 is supported": (
-            parallel.tensor_parallel_size != 1
-        ),
         f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; only 1 is supported": (
             parallel.pipeline_parallel_size != 1
         ),

@@ -20,20 +20,15 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from speccache_rag.engines.base import (
-    CaptureRequest,
-    CaptureResult,
-    EngineDelta,
-    ModelFacts,
-    ReuseOutcome,
-)
-from speccache_rag.engines.reuse import plan as neutral
+from speccache_rag.engines.base import CaptureRequest, CaptureResult, EngineDelta, ModelFacts, ReuseOutcome
 from speccache_rag.engines.reuse.deviation import check_layer
+from speccache_rag.engines.reuse.plan import ReusePlan, salt_of
 from speccache_rag.engines.reuse.selfcheck import probe_ids
+from speccache_rag.engines.vllm.frontend.capture_results import CaptureResults
 from speccache_rag.engines.vllm.frontend.options import engine_args, sampling_params
+from speccache_rag.engines.vllm.frontend.presence import Presence
 from speccache_rag.engines.vllm.frontend.start_errors import check_process, explained
-from speccache_rag.engines.vllm.frontend.worker_ram import WorkerRam
-from speccache_rag.engines.vllm.plan import CapturePlan, Inquiry, ReusePlan
+from speccache_rag.engines.vllm.messages import PARAM, CapturePlan, reuse_params
 from speccache_rag.engines.vllm.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineError, EngineStartError, SpecCacheError
 from speccache_rag.fingerprint import config_changes
@@ -69,11 +64,10 @@ class VllmEngine:
         check_process()  # vLLM has chosen by now how it makes processes
         check_config(self._config)
         self.facts = _facts(model, self._config)
-        # Two processes may share a folder; what is in the worker's RAM only the worker knows.
-        self._disk = build_disk(store["path"])
+        self._log_stats = not args.disable_log_stats
+        self._presence = Presence(build_disk(store["path"]))
+        self._captures = CaptureResults(lambda tags: self._rpc("speccache_take_captures", tags))
         self._numbers = itertools.count()
-        self._worker_ram = WorkerRam(self._disk, int(store["ram_bytes"])) if self._disk is not None else None
-        self._held: set[str] = set()  # of a store in RAM: what was captured and not missed since
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._llm: AsyncLLM | None = None
@@ -87,12 +81,12 @@ class VllmEngine:
         """
         self._loop = asyncio.get_running_loop()
         with explained():
-            self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
+            self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=not self._log_stats)
         try:
-            _raise(await self._rpc("speccache_attach"))
+            await self._rpc("speccache_attach")
             ids = probe_ids(self._config.model_config.get_vocab_size(), self.facts.max_model_len)
-            await self._run_capture(CapturePlan("probe", 0, len(ids), self._tag(), probe=True), ids)
-            _raise(await self._rpc("speccache_self_check", ids))
+            await self._run_capture(CapturePlan("probe", 0, len(ids), self._tag(), probe=True), ids, None)
+            await self._rpc("speccache_self_check", ids)
             await self.reset_prefix_cache()
         except BaseException:
             self.close()
@@ -107,58 +101,60 @@ class VllmEngine:
         """
         chunk, anchor = request.chunk, request.anchor_ids
         plan = CapturePlan(str(chunk.key), len(anchor), chunk.n_tokens, self._tag())
-        await self._run_capture(plan, [*anchor, *chunk.token_ids])
-        stored = await self._rpc("speccache_take_capture", plan.tag)
-        if stored is None:
-            raise EngineError(f"The KV of chunk {chunk.key[:12]} ({chunk.n_tokens} tokens) was not captured whole.")
-        _raise(stored if isinstance(stored, dict) else None)
-        self._held.add(chunk.key)
-        return CaptureResult(chunk.key, chunk.n_tokens, stored)
+        await self._run_capture(plan, [*anchor, *chunk.token_ids], salt_of(request.kind))
+        nbytes = await self._captures.result(plan.tag)
+        self._presence.add(chunk.key)
+        return CaptureResult(chunk.key, chunk.n_tokens, nbytes)
 
-    async def generate(self, plan: neutral.ReusePlan, sampling: Mapping[str, Any]) -> AsyncGenerator[EngineDelta, None]:
-        """Serve a prompt as planned; closing the iterator aborts the request.
+    async def generate(self, plan: ReusePlan, sampling: Mapping[str, Any]) -> AsyncGenerator[EngineDelta, None]:
+        """Serve a prompt; closing the iterator aborts the request.
 
         Raises:
             ConfigurationError: bad sampling options.
             EngineError: vLLM failed.
         """
-        tag = self._tag()
-        prompt = TokensPrompt(prompt_token_ids=list(plan.token_ids))
-        if plan.salt is not None:
-            prompt["cache_salt"] = plan.salt
-        carried = ReusePlan.of(plan, tag).to_params() if plan.stored else None
-        stream = self._alive().generate(prompt, sampling_params(sampling, carried), tag)
+        params = sampling_params(sampling, reuse_params(plan) if plan.stored else None)
+        stream = self._alive().generate(_prompt(plan.token_ids, plan.salt), params, self._tag())
         try:
             with _vllm_errors():
                 async for output in stream:
-                    yield await self._delta(output, tag, reused=carried is not None)
+                    yield self._delta(output)
         finally:
             await stream.aclose()
 
-    async def ask(self, plan: neutral.ReusePlan, question: TargetQuestion) -> np.ndarray:
-        """float32 [T] (see engines.base.Engine)."""
+    async def ask(self, plan: ReusePlan, question: TargetQuestion) -> np.ndarray:
+        """float32 [T]: the answer to a question about a prompt (scoring/questions.py).
+
+        A question is a request under a salt of its own: its blocks serve as scratch memory, and what is left in them is
+        never found again.
+
+        Raises:
+            ConfigurationError: the model has no such layer.
+            EngineError: the question failed.
+        """
         if isinstance(question, KVDeviation):
             check_layer(question.layer, self._config.model_config.hf_text_config.num_hidden_layers)
-            return await self._ask(plan, Inquiry("kv_deviation", of=question.of, layer=question.layer))
-        return await self._ask(plan, Inquiry("query_attention", layers=question.layers))
+        tag = self._tag()
+        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, reuse_params(plan, question))
+        last = await self._run_through(_prompt(plan.token_ids, f"{PARAM}:{tag}"), params, tag)
+        found = (last.kv_transfer_params or {}).get(PARAM, {})
+        if "answer" not in found:
+            raise EngineError(f"{question} failed: {found.get('fault', 'vLLM ended it without an answer.')}")
+        return np.frombuffer(found["answer"], dtype="<f4").copy()
 
     def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
-        """bool [len(keys)]: whose KV is in the store, as far as this process knows."""
-        if self._disk is not None:
-            return np.array([self._disk.contains(key) for key in keys], dtype=bool)
-        return np.array([key in self._held for key in keys], dtype=bool)
+        """bool [len(keys)]: whose KV is in the store, as far as this process knows. Any thread may ask."""
+        return self._presence.of(keys)
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
-        """Begin to read stored KV into the worker's memory."""
+        """Begin to read stored KV into the worker's memory. Returns at once; any thread may call."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._prefetch_soon, list(keys))
+        if self._presence.on_disk and keys:
+            self._loop.call_soon_threadsafe(self._prefetch_soon, list(keys))
 
     def _prefetch_soon(self, keys: list[ChunkKey]) -> None:
-        new = self._worker_ram.add(keys) if self._worker_ram is not None else []
-        if not new:
-            return
         # Not awaited: vLLM answers between two steps only, and the request that follows comes behind it anyway.
-        task = asyncio.ensure_future(self._prefetch(new))
+        task = asyncio.ensure_future(self._prefetch(keys))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -166,8 +162,6 @@ class VllmEngine:
         try:
             await self._rpc("speccache_prefetch", keys)
         except EngineError as error:
-            assert self._worker_ram is not None
-            self._worker_ram.forget(keys)
             logger.warning("chunks were not prefetched: %s", error)  # the request itself will meet it
 
     async def reset_prefix_cache(self) -> None:
@@ -183,8 +177,7 @@ class VllmEngine:
             # vLLM's default of 5 s is less than two processes need to end on a busy machine, and a process that is
             # killed leaves its shared memory behind.
             llm.shutdown(timeout=SHUTDOWN_S)
-        if self._disk is not None:
-            self._disk.close()
+        self._presence.close()
 
     # Inside.
 
@@ -197,44 +190,50 @@ class VllmEngine:
         return f"speccache-{next(self._numbers)}"
 
     async def _rpc(self, method: str, *args: Any) -> Any:
+        """Call every rank. Their answer is rank 0's; an error of any rank is raised."""
         with _vllm_errors():
-            return (await self._alive().collective_rpc(method, args=args))[0]
+            answers = await self._alive().collective_rpc(method, args=args)
+        for answer in answers:
+            _raise(answer)
+        return answers[0]
 
-    async def _ask(self, neutral_plan: neutral.ReusePlan, inquiry: Inquiry) -> np.ndarray:
-        plan = ReusePlan.of(neutral_plan, self._tag(), inquiry)
-        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
-        request = TokensPrompt(prompt_token_ids=list(neutral_plan.token_ids), cache_salt=plan.salt())
-        await self._run_through(request, params, plan.tag)
-        answer = await self._rpc("speccache_take_answer", plan.tag)
-        if answer is None:
-            raise EngineError(f"vLLM ended the inquiry {inquiry.kind} without an answer.")
-        return np.frombuffer(answer, dtype="<f4").copy()
-
-    async def _run_capture(self, plan: CapturePlan, token_ids: list[int]) -> None:
+    async def _run_capture(self, plan: CapturePlan, token_ids: Sequence[int], salt: str | None) -> None:
         params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
         # A row that vLLM's prefix cache serves is never written again, and so could not be recorded.
         params.skip_reading_prefix_cache = True
-        await self._run_through(TokensPrompt(prompt_token_ids=token_ids), params, plan.tag)
+        await self._run_through(_prompt(token_ids, salt), params, plan.tag)
 
-    async def _run_through(self, prompt: TokensPrompt, params: SamplingParams, tag: str) -> None:
-        """Run a request for what the worker does on its way; its text is not used."""
+    async def _run_through(self, prompt: TokensPrompt, params: SamplingParams, tag: str) -> RequestOutput:
+        """Run a request for what the worker does on its way. Returns its last output."""
         with _vllm_errors():
-            async for _ in self._alive().generate(prompt, params, tag):
-                pass
+            outputs = [output async for output in self._alive().generate(prompt, params, tag)]
+        return outputs[-1]
 
-    async def _delta(self, output: RequestOutput, tag: str, *, reused: bool) -> EngineDelta:
+    def _delta(self, output: RequestOutput) -> EngineDelta:
         answer = output.outputs[0]
-        outcome = None
-        if output.finished:
-            values = await self._rpc("speccache_take_outcome", tag) if reused else None
-            # Without a job, all that was not computed came from vLLM's own prefix cache.
-            outcome = _outcome(values) if values else ReuseOutcome(cached_tokens=output.num_cached_tokens or 0)
-            self._held.difference_update(outcome.missed_keys)
+        outcome = self._outcome(output) if output.finished else None
         logprobs = None
         if answer.logprobs is not None:
             logprobs = [{i: entry.logprob for i, entry in token.items()} for token in answer.logprobs]
         ids = tuple(answer.token_ids)
         return EngineDelta(answer.text, len(ids), output.finished, answer.finish_reason, outcome, logprobs, ids)
+
+    def _outcome(self, output: RequestOutput) -> ReuseOutcome:
+        found = (output.kv_transfer_params or {}).get(PARAM)
+        if found is None:
+            # Nothing was filled: all that was not computed came from vLLM's own prefix cache.
+            return ReuseOutcome(cached_tokens=output.num_cached_tokens or 0)
+        if "fault" in found:
+            return ReuseOutcome(fault=found["fault"])
+        self._presence.remove(found["missed_keys"])
+        return ReuseOutcome(**{**found, "missed_keys": tuple(found["missed_keys"])})
+
+
+def _prompt(token_ids: Sequence[int], salt: str | None) -> TokensPrompt:
+    prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+    if salt is not None:
+        prompt["cache_salt"] = salt
+    return prompt
 
 
 @contextmanager
@@ -264,10 +263,7 @@ def _facts(model: Path, config: VllmConfig) -> ModelFacts:
     )
 
 
-def _outcome(values: dict[str, Any]) -> ReuseOutcome:
-    return ReuseOutcome(**{**values, "missed_keys": tuple(values["missed_keys"])})
-
-
-def _raise(error: dict[str, str] | None) -> None:
-    if error is not None:
-        raise SpecCacheError.from_dict(error)
+def _raise(answer: Any) -> None:
+    """Raise the error that a rank has sent as a value (worker/extension.py)."""
+    if isinstance(answer, dict) and "error" in answer:
+        raise SpecCacheError.from_dict(answer["error"])

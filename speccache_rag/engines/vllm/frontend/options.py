@@ -24,6 +24,9 @@ _PACKAGE = __package__.rpartition(".")[0]
 _OURS = ("model", "kv_transfer_config", "worker_extension_cls")
 _REFUSED_SAMPLING = ("n", "output_kind", "extra_args", "skip_reading_prefix_cache", "prompt_logprobs")
 
+MIN_FILL_TOKENS = 128
+"""Without a floor, a stream of long prompts would leave fills no room in any step."""
+
 _MEMORY = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 CPU_KV_CACHE_BYTES = 2 << 30
 """On CPU vLLM would take 92 % of the machine's memory for itself, and refuse to start where less is free."""
@@ -32,9 +35,18 @@ CPU_KV_CACHE_BYTES = 2 << 30
 def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any]) -> AsyncEngineArgs:
     """vLLM's arguments with our connector and worker extension in them.
 
+    One option is ours: `min_fill_tokens`, the tokens of reuse regions that every step computes at least, however full
+    it is.
+
     Raises:
         ConfigurationError: an option is unknown, ours to set, or refused by vLLM.
     """
+    options = dict(options)
+    min_fill_tokens = options.pop("min_fill_tokens", MIN_FILL_TOKENS)
+    if not isinstance(min_fill_tokens, int) or min_fill_tokens < 1:
+        raise ConfigurationError(
+            f"Engine option 'min_fill_tokens' is {min_fill_tokens!r}; it must be a whole number of at least 1."
+        )
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if unknown := sorted(set(options) - known):
         raise ConfigurationError(
@@ -54,7 +66,8 @@ def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any
         kv_connector="SpecCacheConnector",
         kv_connector_module_path=f"{_PACKAGE}.connector",
         kv_role="kv_both",
-        kv_connector_extra_config={"store": dict(store)},
+        kv_connector_extra_config={"store": dict(store), "min_fill_tokens": min_fill_tokens},
+        kv_load_failure_policy="recompute",
     )
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if current_platform.is_cpu() and not (set(options) & set(_MEMORY) or "VLLM_CPU_KVCACHE_SPACE" in os.environ):

@@ -67,7 +67,7 @@ class KVRecorder:
 class CaptureBuffer:
     """Collects one chunk's KV over the steps of its prefill, wherever its rows stand in the batches."""
 
-    def __init__(self, token_ids: list[int], position: int, n_layers: int) -> None:
+    def __init__(self, token_ids: Sequence[int], position: int, n_layers: int) -> None:
         self._token_ids = tuple(token_ids)
         self._position = position
         self._n_layers = n_layers
@@ -75,28 +75,36 @@ class CaptureBuffer:
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._wanted = self._tokens = torch.empty(0, dtype=torch.int64)
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def expect(self, slots: torch.Tensor) -> None:
-        """Slots of the chunk's tokens in this step; fewer than T while blocks are still being allocated."""
-        self._wanted, self._tokens = slots.cpu().sort()
+        """Slots of the chunk's tokens in this step, on the CPU; fewer than T while blocks are still being allocated."""
+        self._wanted, self._tokens = slots.sort()
+        self._rows = {}
 
     def record(self, index: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """A sink for `KVRecorder`."""
-        here = slots[: keys.shape[0]].cpu()
-        if not len(self._wanted):
-            return
-        at = torch.searchsorted(self._wanted, here).clamp(max=len(self._wanted) - 1)
-        rows = torch.nonzero(self._wanted[at] == here).flatten()
+        """A sink for `KVRecorder`. Rows are gathered on the device that computed them."""
+        rows, tokens = self._rows_of(slots[: keys.shape[0]])
         if not len(rows):
             return
         if self._keys is None or self._values is None:
             shape = (self._n_layers, len(self._token_ids), *keys.shape[1:])
-            self._keys = torch.full(shape, float("nan"), dtype=keys.dtype)
-            self._values = torch.full(shape, float("nan"), dtype=values.dtype)
-        tokens = self._tokens[at[rows]]
-        self._keys[index, tokens] = keys[rows].to("cpu")
-        self._values[index, tokens] = values[rows].to("cpu")
+            self._keys = keys.new_full(shape, float("nan"))
+            self._values = values.new_full(shape, float("nan"))
+        self._keys[index, tokens] = keys[rows]
+        self._values[index, tokens] = values[rows]
         self._seen[index, tokens] = True
+
+    def _rows_of(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a batch that are the chunk's, and the tokens they are; looked up once a step, not once a layer."""
+        found = self._rows.get(slots.data_ptr())
+        if found is None:
+            here = slots.cpu()
+            at = torch.searchsorted(self._wanted, here).clamp(max=max(0, len(self._wanted) - 1))
+            same = self._wanted[at] == here if len(self._wanted) else torch.zeros(len(here), dtype=torch.bool)
+            rows = torch.nonzero(same).flatten()
+            found = self._rows[slots.data_ptr()] = rows, self._tokens[at[rows]] if len(rows) else rows
+        return found
 
     @property
     def complete(self) -> bool:
@@ -121,4 +129,4 @@ class CaptureBuffer:
         """
         if self._keys is None or self._values is None:
             raise ValueError("no row was recorded")
-        return ChunkKV(self._keys, self._values, self._token_ids, self._position)
+        return ChunkKV(self._keys.cpu(), self._values.cpu(), self._token_ids, self._position)

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from speccache_rag.engines.reuse.fill import Stretch
 from speccache_rag.engines.reuse.selfcheck import prove
 from speccache_rag.engines.vllm.worker.paging import slots_of
+from speccache_rag.engines.vllm.worker.ranks import all_heads
 from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer
+from speccache_rag.engines.vllm.worker.sparse import paged
 from speccache_rag.errors import SelfCheckFailed
 from speccache_rag.types import ChunkKV
 
@@ -26,7 +29,7 @@ def self_check(worker: WorkerHalf, token_ids: list[int], max_model_len: int) -> 
     Raises:
         SelfCheckFailed: one of them failed; the message names which, the layer and the error.
     """
-    probe = worker.probe
+    probe = worker.captures.probe
     if probe is None or probe.token_ids != tuple(token_ids):
         raise SelfCheckFailed("The probe was not captured: the connector does not see vLLM's KV cache updates.")
     copies = itertools.count()
@@ -34,7 +37,8 @@ def self_check(worker: WorkerHalf, token_ids: list[int], max_model_len: int) -> 
     def recompute(positions: np.ndarray, *, over: ChunkKV | None = None, rope_offset: int = 0) -> ChunkKV:
         return _recompute(worker, token_ids, positions, copy=next(copies), over=over, rope_offset=rope_offset)
 
-    prove(probe, recompute, worker.ropes, worker.dtype, max_model_len)
+    model = worker.model
+    prove(probe, recompute, model.ropes, model.shape.dtype, max_model_len)
 
 
 def _recompute(
@@ -59,11 +63,13 @@ def _recompute(
             hint="Give vLLM more KV cache (VLLM_CPU_KVCACHE_SPACE, gpu_memory_utilization).",
         )
     block_ids = list(range(first, first + size))
-    slots = slots_of(block_ids, worker.block_size, n, worker.device)
+    slots = slots_of(block_ids, worker.block_size, n)
+    model = worker.model
     if over is not None:
-        worker.writer.write(over, slots, over.position, 0, n)
-    buffer = CaptureBuffer(token_ids, 0, len(worker.layers))
+        model.writer.write([Stretch(over, over.position, 0, n)], slots.to(model.device))
+    buffer = CaptureBuffer(token_ids, 0, len(model.layers))
     buffer.expect(slots)
-    with worker.recorder.watching([buffer.record]):
-        worker.prefill(token_ids, positions, block_ids, slots, rope_offset=rope_offset)
-    return buffer.partial()
+    with model.recorder.watching([buffer.record]):
+        model.prefill([(paged(token_ids, block_ids), positions)], rope_offset=rope_offset)
+    own, heads = buffer.partial(), model.shape.n_heads
+    return ChunkKV(all_heads(own.keys, heads), all_heads(own.values, heads), own.token_ids, own.position)

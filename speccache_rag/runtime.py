@@ -231,7 +231,12 @@ class SpecCache:
                 yield delta
 
     def follow(
-        self, plan: PromptPlan, answer_ids: Sequence[int] | None = None, *, max_new_tokens: int = 16
+        self,
+        plan: PromptPlan,
+        answer_ids: Sequence[int] | None = None,
+        *,
+        max_new_tokens: int = 16,
+        likelihood_of: Sequence[int] = (),
     ) -> Followed:
         """A planned prompt's own greedy answer, and its logits along a given one (see `FollowingEngine`).
 
@@ -244,7 +249,10 @@ class SpecCache:
                 f"engine {self.config.engine!r} gives no logits over the whole vocabulary.",
                 hint="Pass engine='transformers'.",
             )
-        return host.loop.run(host.engine.follow(plan.reuse, answer_ids, max_new_tokens=max_new_tokens))
+        engine = host.engine
+        return host.loop.run(
+            engine.follow(plan.reuse, answer_ids, max_new_tokens=max_new_tokens, likelihood_of=likelihood_of)
+        )
 
     # The state it is in.
 

@@ -16,6 +16,7 @@ from speccache_rag.cli.doctor import doctor
 from speccache_rag.cli.evaluate import evaluate
 from speccache_rag.cli.explain import explain
 from speccache_rag.cli.options import DEFAULT_STORE
+from speccache_rag.cli.report import report
 from speccache_rag.cli.warm import warm
 from speccache_rag.errors import SpecCacheError
 
@@ -33,6 +34,7 @@ app = typer.Typer(
 for command in (demo, warm, ask, explain, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
+app.command()(report)
 app.add_typer(bench, name="bench")
 
 

@@ -186,6 +186,8 @@ class Followed:
     own_ids: tuple[int, ...]
     """The answer that this prefill gives by itself, greedily."""
     own_text: str
+    nll: float | None = None
+    """Negative log likelihood of a third answer, mean over its tokens, in nats; None where none was given."""
 
 
 @runtime_checkable
@@ -193,7 +195,12 @@ class FollowingEngine(Engine, Protocol):
     """An engine that also gives logits over the whole vocabulary, which comparisons of prefills need."""
 
     async def follow(
-        self, plan: ReusePlan, answer_ids: Sequence[int] | None = None, *, max_new_tokens: int = 16
+        self,
+        plan: ReusePlan,
+        answer_ids: Sequence[int] | None = None,
+        *,
+        max_new_tokens: int = 16,
+        likelihood_of: Sequence[int] = (),
     ) -> Followed:
         """A prompt's own greedy answer, and its logits along a given one (teacher forcing).
 
@@ -201,5 +208,6 @@ class FollowingEngine(Engine, Protocol):
             plan: the prompt, and what is reused of it.
             answer_ids: the answer to follow, at least one token; None follows the prompt's own.
             max_new_tokens: the most tokens of an own answer.
+            likelihood_of: another answer, typically the right one, whose likelihood is wanted.
         """
         ...

@@ -1,27 +1,23 @@
-"""Data files of questions with retrieved chunks, and the prompts made of them."""
+"""Data files of questions: with their retrieved chunks, as LongBench has them, or questions alone."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from speccache_rag.errors import PromptError
+from speccache_rag.evaluation.tasks import Task, task_of
 
-SYSTEM = "You are a helpful assistant."
+FORM = 'A line is {"id", "question", "answers": [..], "chunks": [{"title", "text"}]}.'
 
-INSTRUCTION = (
-    "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
-    "The following are given passages.\n\n"
-)
-"""LongBench's wording (Bai et al., arXiv 2308.14508), up to the passages."""
-
-QUESTION = (
-    "\n\nAnswer the question based on the given passages. Answer with a few words only. Do not explain.\n\n"
-    "Question: {question}"
-)
-"""What follows the passages, a little firmer than LongBench's: small chat models explain at length otherwise."""
+Retrieve = Callable[[str], Sequence[str]]
+"""From a question to the texts retrieved for it, best first."""
 
 
 class Passage(BaseModel):
@@ -39,15 +35,17 @@ class Passage(BaseModel):
 
 
 class Example(BaseModel):
-    """One line of a data file."""
+    """One question with its chunks."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     id: str
     question: str = Field(min_length=1)
-    answers: list[str] = Field(min_length=1)
-    """Any of them is right."""
-    chunks: list[Passage] = Field(min_length=1)
+    answers: list[str] = Field(default_factory=list)
+    """Any of them is right; none where nobody knows, and then only full recompute is there to compare with."""
+    chunks: list[Passage] = Field(min_length=1, validation_alias=AliasChoices("chunks", "ctxs"))
+    dataset: str = ""
+    """Name of the data set; of the file where it says nothing."""
 
     @property
     def texts(self) -> list[str]:
@@ -55,20 +53,26 @@ class Example(BaseModel):
         return [chunk.rendered for chunk in self.chunks]
 
     @property
+    def task(self) -> Task:
+        """How the question is put."""
+        return task_of(self.dataset)
+
+    @property
     def messages(self) -> list[dict[str, str]]:
         """The prompt, as a chat."""
-        return chat(INSTRUCTION + "\n\n".join(self.texts) + QUESTION.format(question=self.question))
+        return self.task.messages(self.question, self.texts)
 
 
-def chat(content: str) -> list[dict[str, str]]:
-    """A system message and one user message."""
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+def read_examples(path: Path, n: int, retrieve: Retrieve | None = None) -> list[Example]:
+    """The first `n` examples of a file, or all where there are fewer.
 
+    Three forms are read, told apart by what a line holds; other fields are ignored:
 
-def read_examples(path: Path, n: int) -> list[Example]:
-    """The first `n` examples of a JSON lines file, or all where there are fewer.
-
-    A line is `{"id", "question", "answers": [..], "chunks": [{"title"?, "text"}]}`; other fields are ignored.
+    - `{"id", "question", "answers": [..], "chunks": [{"title"?, "text"}]}`; `ctxs` is another name of `chunks`, and
+      without an id the line number stands for it;
+    - LongBench's: `{"input", "context", "answers", "dataset", "_id"}`, whose context is cut where its passages begin,
+      or at empty lines;
+    - questions alone, as text or as `{"question", "answers"?}`, for which `retrieve` finds the chunks.
 
     Raises:
         PromptError: the file cannot be read, holds no example, or a line is none; the message names the line.
@@ -78,7 +82,7 @@ def read_examples(path: Path, n: int) -> list[Example]:
         with path.open(encoding="utf-8") as file:
             lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
             for number, line in islice(lines, n):
-                examples.append(_example(path, number, line))
+                examples.append(_example(path, number, line, retrieve))
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"The data file {str(path)!r} cannot be read: {error}.") from error
     if not examples:
@@ -86,12 +90,44 @@ def read_examples(path: Path, n: int) -> list[Example]:
     return examples
 
 
-def _example(path: Path, number: int, line: str) -> Example:
+def _example(path: Path, number: int, line: str, retrieve: Retrieve | None) -> Example:
     try:
-        return Example.model_validate_json(line)
+        value = _value(line, retrieve)
+        if value is None:
+            raise PromptError(f"Line {number} of {str(path)!r} is no example: it is no JSON object.", hint=FORM)
+        value.setdefault("id", str(number))
+        value.setdefault("dataset", path.stem)
+        if not isinstance(value.get("dataset"), str):
+            value["dataset"] = path.stem
+        if retrieve is not None and not ({"chunks", "ctxs"} & set(value)):
+            value["chunks"] = [{"text": text} for text in retrieve(value.get("question", ""))]
+        return Example.model_validate(value)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'line'}: {e['msg']}" for e in error.errors())
-        raise PromptError(
-            f"Line {number} of {str(path)!r} is no example: {wrong}.",
-            hint='A line is {"id", "question", "answers": [..], "chunks": [{"title", "text"}]}.',
-        ) from error
+        raise PromptError(f"Line {number} of {str(path)!r} is no example: {wrong}.", hint=FORM) from error
+
+
+def _value(line: str, retrieve: Retrieve | None) -> dict[str, Any] | None:
+    """The line's fields under this package's names; None where it is neither an object nor a question alone."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:
+        return None if retrieve is None else {"question": line.strip()}
+    if not isinstance(value, dict):
+        return None
+    if "context" in value and "input" in value:
+        return {
+            **({"id": str(value["_id"])} if value.get("_id") else {}),
+            "question": value["input"] or "Summarize.",
+            "answers": value.get("answers") or [],
+            "dataset": value.get("dataset"),
+            "chunks": [{"text": text} for text in passages(value["context"])],
+        }
+    return dict(value)
+
+
+def passages(context: str) -> Iterator[str]:
+    """The chunks of LongBench's context: its passages, or its paragraphs where none are marked."""
+    marked = re.split(r"(?m)^(?=Passage \d+:)", context)
+    parts = marked if len(marked) > 2 else re.split(r"\n\s*\n", context)
+    return (part.strip() for part in parts if part.strip())

@@ -1,4 +1,4 @@
-"""How far the answer tokens' distributions of one prefill are from another's."""
+"""Distance between the distributions of two prefills along one answer."""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ def test_options_not_given_keep_their_defaults_and_the_store_is_on_disk(runtime:
 
 
 def test_every_field_of_the_configuration_is_an_option_of_every_command() -> None:
-    for name, command in get_command(app).commands.items():
+    commands = dict(get_command(app).commands)
+    del commands["report"]  # reads a folder, runs no model
+    commands |= commands.pop("bench").commands
+    for name, command in commands.items():
         assert set(SpecCacheConfig.model_fields) <= {parameter.name for parameter in command.params}, name
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from speccache_rag.cli.options import Json, Options, with_config, write_json
 from speccache_rag.cli.output import console, messages
-from speccache_rag.evaluation.load import LoadResult, made_up_chunks, made_up_prompts, run_load
-from speccache_rag.runtime import SpecCache
+
+if TYPE_CHECKING:
+    from speccache_rag.evaluation.load import LoadResult
 
 
 @with_config
@@ -28,6 +29,9 @@ def load(
     json: Json = None,
 ) -> None:
     """Time to first token, gaps between tokens and throughput under load, from an empty prefix cache each time."""
+    from speccache_rag.evaluation.load import made_up_chunks, made_up_prompts, run_load
+    from speccache_rag.runtime import SpecCache
+
     texts = made_up_chunks(max(40, chunks), words)
     prompts = made_up_prompts(texts, requests, chunks)
     with SpecCache(**options) as sc:

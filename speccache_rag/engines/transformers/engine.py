@@ -129,11 +129,16 @@ class TransformersEngine:
             yield delta
 
     async def follow(
-        self, plan: ReusePlan, answer_ids: Sequence[int] | None = None, *, max_new_tokens: int = 16
+        self,
+        plan: ReusePlan,
+        answer_ids: Sequence[int] | None = None,
+        *,
+        max_new_tokens: int = 16,
+        likelihood_of: Sequence[int] = (),
     ) -> Followed:
         """A prompt's own answer and its logits along a given one (see `FollowingEngine`)."""
-        target = self._alive()
-        return await self._run(lambda: follow(target, self._store, plan, answer_ids, max_new_tokens))
+        target, store = self._alive(), self._store
+        return await self._run(lambda: follow(target, store, plan, answer_ids, max_new_tokens, likelihood_of))
 
     async def ask(self, plan: ReusePlan, question: TargetQuestion) -> np.ndarray:
         """float32 [T]: the answer to a question about a prompt.

@@ -20,17 +20,20 @@ def follow(
     plan: ReusePlan,
     answer_ids: Sequence[int] | None,
     max_new_tokens: int,
+    likelihood_of: Sequence[int] = (),
 ) -> Followed:
     """Prefill a prompt as planned and force an answer on it (see `FollowingEngine`)."""
     prefilled = prefill(target, store, plan)
     n, cache = len(plan.token_ids), prefilled.cache
     assert isinstance(cache, DynamicCache)
+    nll = None
+    if likelihood_of:
+        nll = _nll(_along(target, cache, n, prefilled.logits, likelihood_of), likelihood_of)
+        _cut(cache, n)
     if answer_ids is None:
         answer_ids = _greedy(target, cache, n, prefilled.logits, max_new_tokens)
         _cut(cache, n)
-    logits = prefilled.logits[None]
-    if len(answer_ids) > 1:
-        logits = torch.cat([logits, target.extend_all(answer_ids[:-1], n, cache)])
+    logits = _along(target, cache, n, prefilled.logits, answer_ids)
     own = tuple(answer_ids)
     different = (logits.argmax(dim=-1).cpu() != torch.tensor(own)).nonzero()
     if len(different):
@@ -39,7 +42,22 @@ def follow(
         _cut(cache, n + same)
         own = (*own[:same], *_greedy(target, cache, n + same, logits[same], max_new_tokens - same))
     text = target.tokenizer.decode(list(own), skip_special_tokens=True)
-    return Followed(tuple(answer_ids), logits.float().cpu(), own, text)
+    return Followed(tuple(answer_ids), logits.float().cpu(), own, text, nll)
+
+
+def _along(
+    target: TargetModel, cache: DynamicCache, n: int, logits: torch.Tensor, answer_ids: Sequence[int]
+) -> torch.Tensor:
+    """[A, V]: what the model says in the place of each token of an answer; `logits` [V] are those before the first."""
+    if len(answer_ids) == 1:
+        return logits[None]
+    return torch.cat([logits[None], target.extend_all(answer_ids[:-1], n, cache)])
+
+
+def _nll(logits: torch.Tensor, answer_ids: Sequence[int]) -> float:
+    """Mean negative log likelihood of an answer, in nats, by the logits [A, V] along it."""
+    chosen = logits.double().log_softmax(dim=-1).cpu()[torch.arange(len(answer_ids)), torch.tensor(answer_ids)]
+    return -float(chosen.mean())
 
 
 def _greedy(target: TargetModel, cache: DynamicCache, n: int, logits: torch.Tensor, limit: int) -> list[int]:

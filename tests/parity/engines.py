@@ -86,7 +86,7 @@ def written_kv(sc: SpecCache, plan: ReusePlan) -> ChunkKV:
 def store_of(sc: SpecCache) -> Any:
     """An engine's store; vLLM's front end has the disk tier only, over the same folder as its worker."""
     engine: Any = host_of(sc).engine
-    return engine._store if sc.config.engine == "transformers" else engine._disk
+    return engine._store if sc.config.engine == "transformers" else engine._presence._disk
 
 
 def poison_cache(sc: SpecCache, value: float) -> None:

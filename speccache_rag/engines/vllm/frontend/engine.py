@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ class VllmEngine:
         if isinstance(question, KVDeviation):
             check_layer(question.layer, self._config.model_config.hf_text_config.num_hidden_layers)
         tag = self._tag()
-        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, reuse_params(plan, question))
+        stored_only = replace(plan, recompute=())
+        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, reuse_params(stored_only, question))
         last = await self._run_through(_prompt(plan.token_ids, f"{PARAM}:{tag}"), params, tag)
         found = (last.kv_transfer_params or {}).get(PARAM, {})
         if "answer" not in found:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from speccache_rag.cli.bench.chat import chat
 from speccache_rag.cli.bench.load import load
 
 bench = typer.Typer(help="Measure speed on this machine. Ratios within one run mean more than seconds.")
+bench.command()(chat)
 bench.command()(load)

@@ -32,7 +32,7 @@ def load(
     from speccache_rag.evaluation.load import made_up_chunks, made_up_prompts, run_load
     from speccache_rag.runtime import SpecCache
 
-    texts = made_up_chunks(max(40, chunks), words)
+    texts = made_up_chunks(4 * chunks, words)
     prompts = made_up_prompts(texts, requests, chunks)
     with SpecCache(**options) as sc:
         sc.warm(texts)

@@ -107,7 +107,7 @@ class StepOrders(KVConnectorMetadata):
     starts: list[FillStart] = field(default_factory=list)
     slices: list[FillSlice] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    """Fills whose request was aborted."""
+    """Fills whose request was aborted, or that failed on some rank."""
     captures: list[CaptureJob] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     """Requests that ended since the last step; unfinished captures among them are dropped."""

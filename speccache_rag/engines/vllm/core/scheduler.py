@@ -112,8 +112,10 @@ class SchedulerHalf:
             filling = self._fillings.pop(request_id, None)
             if filling is None:
                 continue
-            if isinstance(result, Fault) and filling.question is None:
-                del self._plans[request_id]  # vLLM prefills it from its first token
+            if isinstance(result, Fault):
+                self._dropped.append(request_id)  # ranks where nothing went wrong still hold it
+                if filling.question is None:
+                    del self._plans[request_id]  # vLLM prefills it from its first token
             # A request that was preempted is filled again; what its first fill found in the prefix cache counts.
             self._outcomes.setdefault(request_id, _outcome(filling, result))
 

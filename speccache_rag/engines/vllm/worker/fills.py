@@ -81,12 +81,12 @@ class Fills:
             if self._fills.pop(request_id, None) is not None:
                 self._ended.add(request_id)
         for order in starts:
-            self._guarded(order.request_id, partial(self._start, order))
+            self._guarded(order, partial(self._start, order))
         # Its slices come once every rank has loaded: what is ordered here was loaded in an earlier step.
         self._compute([s for s in slices if s.request_id in self._fills])
-        for request_id, fill in list(self._fills.items()):
+        for fill in list(self._fills.values()):
             if not fill.loaded:
-                self._guarded(request_id, partial(self._load, fill))
+                self._guarded(fill.order, partial(self._load, fill))
 
     def take_report(self) -> StepReport | None:
         """What to tell the scheduler half of this step; None if nothing happened."""
@@ -124,7 +124,7 @@ class Fills:
         together: list[tuple[RunningFill, FillSlice]] = []
         for slice_ in slices:
             fill = self._fills[slice_.request_id]
-            if self._guarded(slice_.request_id, partial(self._prepare, fill, slice_)):
+            if self._guarded(fill.order, partial(self._prepare, fill, slice_)):
                 together.append((fill, slice_))
         wanted = [(fill.prompt, fill.job.positions[s.start : s.stop]) for fill, s in together if s.stop > s.start]
         started = time.perf_counter()
@@ -135,7 +135,7 @@ class Fills:
             # It cannot be told whose fault it is: vLLM computes all of them by itself.
             logger.exception("a sparse forward failed")
             for fill, _ in together:
-                self._fail(fill.order.request_id, error)
+                self._fail(fill.order, error)
             return
         spent_s = time.perf_counter() - started
         total = sum(len(positions) for _, positions in wanted)
@@ -157,20 +157,19 @@ class Fills:
         fill.write(self._writer)
         return True
 
-    def _guarded(self, request_id: str, work: Callable[[], bool | None]) -> bool:
+    def _guarded(self, order: FillStart, work: Callable[[], bool | None]) -> bool:
         """Do one fill's work. Whatever goes wrong is that fill's fault alone, and is reported with it."""
         try:
             return bool(work())
         except Exception as error:
             logger.exception("the fill of a request failed")
-            self._fail(request_id, error)
+            self._fail(order, error)
             return False
 
-    def _fail(self, request_id: str, error: Exception) -> None:
-        fill = self._fills.get(request_id)
-        if fill is None or fill.order.question is None:
-            self._failed.add(request_id)
-        self._end(request_id, Fault(f"{type(error).__name__}: {error}"))
+    def _fail(self, order: FillStart, error: Exception) -> None:
+        if order.question is None:  # else vLLM would prefill the prompt and ask again
+            self._failed.add(order.request_id)
+        self._end(order.request_id, Fault(f"{type(error).__name__}: {error}"))
 
     def _end(self, request_id: str, result: Filled | Answer | Fault) -> None:
         self._fills.pop(request_id, None)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from speccache_rag.engines.reuse.fill import Stretch
 from speccache_rag.engines.reuse.rope import RopeTable
+from speccache_rag.engines.vllm.worker import paging
 from speccache_rag.engines.vllm.worker.paging import KVWriter, slots_of
 from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer, KVRecorder
 from speccache_rag.types import ChunkKV
@@ -129,8 +131,8 @@ def test_rows_are_found_wherever_they_stand(data: st.DataObject) -> None:
     n_blocks = -(-(position + n) // BLOCK_SIZE)
     blocks = data.draw(st.permutations(range(n_blocks + 3)))
     table, others = blocks[:n_blocks], blocks[n_blocks:]
-    all_slots = slots_of(table, BLOCK_SIZE, position + n, CPU)[position:]
-    foreign = slots_of(others, BLOCK_SIZE, len(others) * BLOCK_SIZE, CPU)
+    all_slots = slots_of(table, BLOCK_SIZE, position + n)[position:]
+    foreign = slots_of(others, BLOCK_SIZE, len(others) * BLOCK_SIZE)
 
     buffer = CaptureBuffer(list(range(50, 50 + n)), position, N_LAYERS)
     cuts = sorted(data.draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
@@ -211,21 +213,106 @@ def test_keys_and_values_keep_their_dtype() -> None:
 
 # Writer: what was recorded goes back through the same door.
 
+ANGLES = torch.outer(torch.arange(64.0), torch.tensor([1.0, 0.1]))
+ROPE = RopeTable(ANGLES.cos(), ANGLES.sin(), neox=True)
+SLOTS = slots_of([3, 1, 7, 10, 2, 5], BLOCK_SIZE, 24)
 
-@pytest.mark.parametrize(("skip", "length"), [(0, 6), (2, 6), (0, 4), (3, 4)])
-def test_what_is_written_is_what_was_recorded(skip: int, length: int) -> None:
-    layers = fake_layers()
-    keys, values = random_kv(6)
-    kv = ChunkKV(keys, values, tuple(range(6)), position=2)
-    slots = slots_of([3, 1, 7], BLOCK_SIZE, 11, CPU)
-    angles = torch.outer(torch.arange(16.0), torch.tensor([1.0, 0.1]))
-    rope = RopeTable(angles.cos(), angles.sin(), neox=True)
-    KVWriter(layers, [rope, None, rope], CPU).write(kv, slots, start=5, skip=skip, length=length)
-    for i, layer in enumerate(layers.values()):
-        moved = keys[i] if i == 1 else rope.move(keys[i], 3)
-        target = slots[5 + skip : 5 + length]
-        assert layer.kv_cache[0, target].equal(moved[skip:length])
-        assert layer.kv_cache[1, target].equal(values[i, skip:length])
+
+def stored(n_tokens: int, position: int, seed: int = 0) -> ChunkKV:
+    return ChunkKV(*random_kv(n_tokens, seed), tuple(range(n_tokens)), position)
+
+
+def assert_written(layers: dict[str, Any], stretches: list[Stretch], ropes: list[RopeTable | None]) -> None:
+    """The cache holds exactly these tokens, each key moved by itself."""
+    for i, (layer, rope) in enumerate(zip(layers.values(), ropes, strict=True)):
         untouched = torch.ones(64, dtype=torch.bool)
-        untouched[target] = False
+        for s in stretches:
+            keys = s.kv.keys[i] if rope is None else rope.move(s.kv.keys[i], s.start - s.kv.position)
+            target = SLOTS[s.start + s.skip : s.start + s.length]
+            torch.testing.assert_close(layer.kv_cache[0, target], keys[s.skip : s.length])
+            assert layer.kv_cache[1, target].equal(s.kv.values[i, s.skip : s.length])
+            untouched[target] = False
         assert not layer.kv_cache[:, untouched].any()
+
+
+@pytest.mark.parametrize("ropes", [[ROPE, None, ROPE], [ROPE] * 3, [None] * 3], ids=["mixed", "one", "none"])
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_what_is_written_is_what_was_recorded(
+    ropes: list[RopeTable | None], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that move forward, back and not at all, cut at either end, in batches of any size."""
+    monkeypatch.setattr(paging, "MOVED_AT_ONCE", at_once)
+    stretches = [
+        Stretch(stored(6, position=2, seed=1), 5, 2, 6),
+        Stretch(stored(4, position=20, seed=2), 12, 0, 3),
+        Stretch(stored(5, position=16, seed=3), 16, 0, 5),
+    ]
+    layers = fake_layers()
+    KVWriter(layers, ropes, slice(None), CPU).write(stretches, SLOTS)
+    assert_written(layers, stretches, ropes)
+
+
+def test_all_layers_and_chunks_of_a_batch_move_in_one_go() -> None:
+    moved: list[torch.Size] = []
+
+    class Counting(RopeTable):
+        def move(self, keys: torch.Tensor, delta: int | torch.Tensor) -> torch.Tensor:
+            moved.append(keys.shape)
+            return super().move(keys, delta)
+
+    updates: list[int] = []
+
+    class Impl(FakeImpl):
+        def do_kv_cache_update(self, layer: Any, key: torch.Tensor, *args: Any) -> None:
+            updates.append(len(key))
+            super().do_kv_cache_update(layer, key, *args)
+
+    rope = Counting(ROPE.cos, ROPE.sin, True)
+    chunks = [Stretch(stored(6, position=2), 5, 0, 6), Stretch(stored(4, position=2), 12, 0, 4)]
+    KVWriter(fake_layers(Impl), [rope] * N_LAYERS, slice(None), CPU).write(chunks, SLOTS)
+    assert moved == [(N_LAYERS, 10, H, D)]
+    assert updates == [10] * N_LAYERS
+
+
+@pytest.mark.parametrize("head", range(H))
+def test_a_rank_writes_its_own_heads(head: int) -> None:
+    layers = fake_layers()
+    for layer in layers.values():
+        layer.kv_cache = torch.zeros(2, 64, 1, D)
+    kv = stored(6, position=2)
+    KVWriter(layers, [ROPE] * N_LAYERS, slice(head, head + 1), CPU).write([Stretch(kv, 5, 0, 6)], SLOTS)
+    for i, layer in enumerate(layers.values()):
+        assert layer.kv_cache[0, SLOTS[5:11], 0].equal(ROPE.move(kv.keys[i], 3)[:, head])
+        assert layer.kv_cache[1, SLOTS[5:11], 0].equal(kv.values[i, :, head])
+
+
+def test_nothing_to_write_writes_nothing() -> None:
+    layers = fake_layers(BrokenImpl)
+    KVWriter(layers, [ROPE] * N_LAYERS, slice(None), CPU).write([], SLOTS)
+
+
+def test_writing_does_not_change_what_the_store_holds() -> None:
+    kv = stored(6, position=2)
+    before = kv.keys.clone(), kv.values.clone()
+    KVWriter(fake_layers(), [ROPE, None, ROPE], slice(None), CPU).write([Stretch(kv, 5, 0, 6)], SLOTS)
+    assert kv.keys.equal(before[0]) and kv.values.equal(before[1])
+
+
+# Watching beside a capture.
+
+
+def test_watching_shows_updates_to_both_and_leaves_the_first_attached() -> None:
+    layers, first, second = fake_layers(), [], []
+    recorder = KVRecorder(layers)
+    recorder.attach([lambda *args: first.append(args)])
+    row, slot = torch.ones(1, H, D), torch.tensor([0])
+    with pytest.raises(ValueError, match="stop"), recorder.watching([lambda *args: second.append(args)]):
+        update(layers["layer.0"], row, row, slot)
+        raise ValueError("stop")
+    update(layers["layer.0"], row, row, slot)
+    assert (len(first), len(second)) == (2, 1)
+    recorder.detach()
+    with recorder.watching([lambda *args: second.append(args)]):
+        update(layers["layer.0"], row, row, slot)
+    assert (len(first), len(second)) == (2, 2)
+    assert all(vars(layer.impl) == {} for layer in layers.values())

@@ -6,11 +6,13 @@ import logging
 import threading
 from collections.abc import Sequence
 
+import torch
+
 from speccache_rag.engines.vllm.messages import CaptureJob
 from speccache_rag.engines.vllm.worker.model import LoadedModel
 from speccache_rag.engines.vllm.worker.paging import slots_of
 from speccache_rag.engines.vllm.worker.ranks import all_heads
-from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer
+from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer, Sink
 from speccache_rag.errors import EngineError, SpecCacheError, StoreError, StoreUnavailable
 from speccache_rag.store.base import ChunkStore
 from speccache_rag.types import ChunkKey, ChunkKV
@@ -33,7 +35,7 @@ class Captures:
         self._buffers: dict[str, CaptureBuffer] = {}
         self._watched: Sequence[CaptureJob] = ()
         self._writing: set[str] = set()
-        self._results: dict[str, int | StoreError] = {}
+        self._results: dict[str, int | SpecCacheError] = {}
         self._lock = threading.Lock()
 
     def begin_step(self, jobs: Sequence[CaptureJob], finished: Sequence[str]) -> None:
@@ -48,7 +50,7 @@ class Captures:
                 self._buffers[job.request_id] = buffer
             end = min(job.plan.start + job.plan.length, len(job.block_ids) * self._block_size)
             buffer.expect(slots_of(job.block_ids, self._block_size, end)[job.plan.start :])
-            sinks.append(buffer.record)
+            sinks.append(self._contained(job, buffer.record))
         if sinks:
             self._model.recorder.attach(sinks)
         self._watched = jobs
@@ -62,8 +64,29 @@ class Captures:
             buffer = self._buffers.get(job.request_id)
             if buffer is not None and buffer.complete:
                 del self._buffers[job.request_id]
-                self._keep(job, buffer.chunk_kv())
+                try:
+                    self._keep(job, buffer.chunk_kv())
+                except Exception as error:
+                    self._fail(job, error)
         self._watched = ()
+
+    def _contained(self, job: CaptureJob, sink: Sink) -> Sink:
+        """A sink whose errors end its capture, and not the forward that it watches."""
+
+        def contained(index: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+            if job.request_id not in self._buffers:
+                return
+            try:
+                sink(index, keys, values, slots)
+            except Exception as error:
+                self._fail(job, error)
+
+        return contained
+
+    def _fail(self, job: CaptureJob, error: Exception) -> None:
+        logger.exception("the capture of a chunk failed")
+        self._buffers.pop(job.request_id, None)
+        self._note(job.plan.tag, EngineError(f"The KV of a chunk was not captured: {type(error).__name__}: {error}"))
 
     def _keep(self, job: CaptureJob, own: ChunkKV) -> None:
         heads = self._model.shape.n_heads
@@ -82,7 +105,7 @@ class Captures:
         if not self._store.put_soon(ChunkKey(job.plan.key), kv, done):
             done(StoreUnavailable("Captures come faster than the store can write them.", hint="Warm fewer at once."))
 
-    def _note(self, tag: str, result: int | StoreError) -> None:
+    def _note(self, tag: str, result: int | SpecCacheError) -> None:
         with self._lock:
             self._writing.discard(tag)
             self._results[tag] = result

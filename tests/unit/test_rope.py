@@ -130,6 +130,22 @@ def test_gptj_pairs_neighbours() -> None:
         torch.testing.assert_close(moved, at_position(raw, q), atol=ATOL, rtol=0)
 
 
+@settings(deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), deltas=st.lists(st.integers(-P + 1, P - 1), min_size=T, max_size=T))
+def test_each_token_may_move_by_its_own_distance(kind: str, deltas: list[int]) -> None:
+    table, keys = table_of(kind), torch.stack([raw_keys(0), raw_keys(1)])
+    moved = table.move(keys, torch.tensor(deltas))
+    assert moved.shape == keys.shape
+    for token, delta in enumerate(deltas):
+        torch.testing.assert_close(moved[:, token], table.move(keys[:, token : token + 1], delta)[:, 0], atol=0, rtol=0)
+
+
+def test_one_distance_for_all_is_the_same_for_each() -> None:
+    table, keys = table_of("llama3"), raw_keys()
+    assert table.move(keys, torch.full((T,), -9)).equal(table.move(keys, -9))
+    assert table.move(keys, torch.zeros(T, dtype=torch.int64)).equal(keys)
+
+
 def test_leading_dimensions_are_free() -> None:
     table = table_of("default")
     keys = torch.stack([raw_keys(0), raw_keys(1)])
@@ -160,6 +176,8 @@ def test_beyond_the_table_is_an_error(delta: int) -> None:
     table.move(raw_keys(), (P - 1) * (1 if delta > 0 else -1))
     with pytest.raises(IndexError):
         table.move(raw_keys(), delta)
+    with pytest.raises(IndexError):
+        table.move(raw_keys(), torch.tensor([0] * (T - 1) + [delta]))
 
 
 def test_tables_are_float32_whatever_the_cache() -> None:

@@ -19,7 +19,7 @@ from speccache_rag.errors import EngineError, SpecCacheError, StoreUnavailable
 from speccache_rag.store.base import Done
 from speccache_rag.store.memory import MemoryStore
 from speccache_rag.types import ChunkKey, ChunkKV
-from tests.unit.test_recorder import BLOCK_SIZE, D, H, N_LAYERS, fake_layers, random_kv, update
+from tests.unit.test_recorder import BLOCK_SIZE, N_LAYERS, D, H, fake_layers, random_kv, update
 
 A, B = (ChunkKey(c * 64) for c in "ab")
 ANCHOR = 2

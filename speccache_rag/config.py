@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import tomllib
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from speccache_rag.errors import ConfigurationError
@@ -21,10 +23,11 @@ class SpecCacheConfig(BaseModel):
 
     model: str = Field(min_length=1, description="Target model: a local folder or a hub id.")
     speculative_model: str | None = Field(
-        default=None, description="Small model that scores tokens: a local folder or a hub id."
+        default=None,
+        description="Small model that scores tokens, for the policies that ask one: a local folder or a hub id.",
     )
     engine: str = Field(default="vllm", description="Inference engine.")
-    policy: str = Field(default="speccache", description="Selection policy: which chunk tokens to recompute.")
+    policy: str = Field(default="epic", description="Selection policy: which chunk tokens to recompute.")
     policy_options: dict[str, Any] = Field(default_factory=dict, description="Fields of the policy's dataclass.")
     scoring: Scoring = Field(
         default="cached",
@@ -98,10 +101,24 @@ class SpecCacheConfig(BaseModel):
             raise ConfigurationError(_describe(error, cls)) from error
 
     @classmethod
+    def load(cls, path: str | Path) -> SpecCacheConfig:
+        """The configuration in a TOML file, as `speccache tune` writes it: fields by name.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or an option in it is unknown or out of range.
+        """
+        return cls.build(**read_options(path))
+
+    def to_toml(self) -> str:
+        """The options that are not their defaults, as a TOML file holds them."""
+        given = {name: value for name, value in self.model_dump(exclude_defaults=True).items() if value is not None}
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in given.items())
+
+    @classmethod
     def from_one_source(
         cls,
         options: Mapping[str, Any],
-        config: SpecCacheConfig | Mapping[str, Any] | None,
+        config: SpecCacheConfig | Mapping[str, Any] | str | Path | None,
         live: SpecCacheConfig | None,
         *,
         owner: str,
@@ -111,7 +128,7 @@ class SpecCacheConfig(BaseModel):
 
         Args:
             options: fields by name.
-            config: a whole configuration.
+            config: a whole configuration, or the TOML file that holds it.
             live: the configuration of a live runtime.
             owner: the front end's name, and
             owner_options: its own options, for the error message.
@@ -130,10 +147,35 @@ class SpecCacheConfig(BaseModel):
             return live
         if isinstance(config, SpecCacheConfig):
             return config
+        if isinstance(config, str | Path):
+            return cls.load(config)
         try:
             return cls.build(**(config or options))
         except ConfigurationError as error:
             raise ConfigurationError(error.message, hint=f"{owner} itself takes {', '.join(owner_options)}.") from error
+
+
+def read_options(path: str | Path) -> dict[str, Any]:
+    """The options in a TOML file, unchecked.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            return tomllib.load(file)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"The configuration file {str(path)!r} cannot be read: {error}.", hint="Make one with `speccache tune`."
+        ) from error
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(entry)}" for key, entry in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _describe(error: ValidationError, model: type[BaseModel]) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -63,7 +64,7 @@ class SpecCache:
         if policy.needs_speculative_model and self.config.speculative_model is None:
             raise ConfigurationError(
                 f"Policy {self.config.policy!r} scores tokens with a speculative model, and none is configured.",
-                hint="Pass speculative_model=..., or a policy that needs none, such as policy='full_reuse'.",
+                hint="Pass speculative_model=..., or a policy that needs none, such as the default, policy='epic'.",
             )
         host = EngineHost.acquire(self.config)
         self._host: EngineHost | None = host
@@ -74,9 +75,10 @@ class SpecCache:
         self._lock = threading.Lock()
 
     @classmethod
-    def from_config(cls, config: SpecCacheConfig) -> Self:
-        """A `SpecCache` with these options."""
-        return cls(**config.model_dump())
+    def from_config(cls, config: SpecCacheConfig | str | Path) -> Self:
+        """A `SpecCache` with these options, or those in a TOML file (`SpecCacheConfig.load`)."""
+        loaded = config if isinstance(config, SpecCacheConfig) else SpecCacheConfig.load(config)
+        return cls(**loaded.model_dump())
 
     @classmethod
     def shared(cls, config: SpecCacheConfig) -> SpecCache:

@@ -76,6 +76,7 @@ def sc(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with SpecCache(
         model=str(tiny_folder),
         speculative_model=str(tiny_folder),
+        policy="speccache",
         store=str(tmp_path_factory.mktemp("store")),
         ram_bytes=1,  # nothing stays in RAM: what a test does to the files is seen
         engine_options=tiny_engine_options(),
@@ -91,6 +92,7 @@ def tsc(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with SpecCache(
         model=str(tiny_folder),
         speculative_model=str(tiny_folder),
+        policy="speccache",
         engine="transformers",
         store=str(tmp_path_factory.mktemp("store")),
         ram_bytes=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from langchain_core.documents import Document
@@ -23,8 +24,8 @@ OF_SERVICES = ("api_key", "base_url", "max_retries", "timeout")
 class SpecCacheModel(BaseModel):
     """Options and engine of a LangChain model. Mixed into a LangChain base class, in front of it.
 
-    Options of `SpecCacheConfig` are given by name; or give a whole `config`, or a live `runtime`. The engine starts
-    when it is first needed and is shared by every copy (also deep copies and unpickled ones) in the process.
+    Options of `SpecCacheConfig` are given by name; or give a whole `config`, or its TOML file, or a live `runtime`. The
+    engine starts when it is first needed and is shared by all copies in the process, deep and unpickled ones too.
 
     Raises:
         ConfigurationError: an option is unknown or out of range, or options come from two sources.
@@ -47,7 +48,7 @@ class SpecCacheModel(BaseModel):
         self,
         model: str | None = None,
         *,
-        config: SpecCacheConfig | Mapping[str, Any] | None = None,
+        config: SpecCacheConfig | Mapping[str, Any] | str | Path | None = None,
         runtime: SpecCache | None = None,
         **options: Any,
     ) -> None:

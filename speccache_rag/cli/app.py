@@ -17,6 +17,7 @@ from speccache_rag.cli.evaluate import evaluate
 from speccache_rag.cli.explain import explain
 from speccache_rag.cli.options import DEFAULT_STORE
 from speccache_rag.cli.report import report
+from speccache_rag.cli.tune import tune
 from speccache_rag.cli.warm import warm
 from speccache_rag.errors import SpecCacheError
 
@@ -35,6 +36,7 @@ for command in (demo, warm, ask, explain, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command()(report)
+app.command()(tune)
 app.add_typer(bench, name="bench")
 
 

@@ -116,7 +116,7 @@ def _contestants(
     from speccache_rag.evaluation.contestants import contestants, expression_of, split_list
     from speccache_rag.evaluation.studies import everything, studied
 
-    at = [config.recompute_ratio] if ratios is None else _numbers(ratios)
+    at = [config.recompute_ratio] if ratios is None else numbers(ratios)
     scorings: list[Any] = [config.scoring] if "scoring" in options else ["cached"]
     if policies is not None:
         written = split_list(policies)
@@ -131,7 +131,12 @@ def _contestants(
     return contestants(written, at, speculative_models, scorings)
 
 
-def _numbers(text: str) -> list[float]:
+def numbers(text: str) -> list[float]:
+    """The ratios of `--ratios`.
+
+    Raises:
+        ConfigurationError: one is no number in [0, 1].
+    """
     try:
         found = [float(item) for item in text.split(",")]
     except ValueError as error:

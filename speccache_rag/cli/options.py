@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from pydantic.fields import FieldInfo
 
-from speccache_rag.config import SpecCacheConfig
+from speccache_rag.config import SpecCacheConfig, read_options
 from speccache_rag.errors import ConfigurationError
 
 DEFAULT_STORE = "~/.cache/speccache/chunks"
@@ -37,6 +37,23 @@ Json = Annotated[
 ]
 
 
+CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="TOML file with options, as `speccache tune` writes it; flags go before it.",
+            show_default=False,
+            rich_help_panel="Configuration",
+        ),
+    ],
+)
+
+
 def with_config(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the flags of `SpecCacheConfig`; it receives them as its first argument, `options`."""
     shared = [_parameter(name, field) for name, field in SpecCacheConfig.model_fields.items()]
@@ -45,11 +62,13 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         given = {name: arguments.pop(name) for name in names}
-        command(_parsed(given), **arguments)
+        file = arguments.pop("config")
+        kept = {} if file is None else read_options(file)
+        command({**kept, **_parsed(given)}, **arguments)
 
     hints = get_type_hints(command, include_extras=True)
     own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()][1:]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared)]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, CONFIG, *shared)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run

@@ -34,6 +34,7 @@ def llm(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spe
     llm = SpecCacheLLM(
         model=str(smollm2),
         speculative_model=str(smollm2),
+        policy="speccache",
         store=str(tmp_path_factory.mktemp("store")),
         anchor=anchor,
         engine_options={"max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 512 << 20},

@@ -8,13 +8,14 @@ from pydantic import ValidationError
 
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError
+from speccache_rag.selection.factory import build_policy
 
 
 def test_defaults() -> None:
     config = SpecCacheConfig.build(model="org/target")
     assert (config.engine, config.policy, config.scoring, config.recompute_ratio) == (
         "vllm",
-        "speccache",
+        "epic",
         "cached",
         0.15,
     )
@@ -74,3 +75,34 @@ def test_a_config_is_frozen() -> None:
 def test_round_trip_through_json() -> None:
     config = SpecCacheConfig.build(model="m", policy_options={"tau_cover": 0.5}, store="kv", tenant="a")
     assert SpecCacheConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_configuration_survives_its_toml_file(tmp_path: Path) -> None:
+    config = SpecCacheConfig(
+        model='models/a "b"',
+        policy="heads(4)+attended(target)",
+        recompute_ratio=0.05,
+        tenant="Zo\u00eb",
+        engine_options={"max_model_len": 512, "enforce_eager": True, "dtype": "float32"},
+    )
+    file = tmp_path / "speccache.toml"
+    file.write_text(config.to_toml(), encoding="utf-8")
+    assert SpecCacheConfig.load(file) == config
+    assert "ram_bytes" not in file.read_text(encoding="utf-8")
+    assert SpecCacheConfig.from_one_source({}, str(file), None, owner="x", owner_options=()) == config
+
+
+def test_a_configuration_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml' cannot be read"):
+        SpecCacheConfig.load(tmp_path / "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("model = ")
+    with pytest.raises(ConfigurationError, match=r"bad\.toml' cannot be read"):
+        SpecCacheConfig.load(tmp_path / "bad.toml")
+    (tmp_path / "odd.toml").write_text('model = "m"\nratio = 3\n')
+    with pytest.raises(ConfigurationError, match="unknown option 'ratio'"):
+        SpecCacheConfig.load(tmp_path / "odd.toml")
+
+
+def test_the_default_policy_needs_no_speculative_model() -> None:
+    config = SpecCacheConfig(model="m")
+    assert not build_policy(config.policy, config.policy_options).needs_speculative_model

@@ -21,6 +21,8 @@ from speccache_rag.evaluation.divergence import divergence
 from speccache_rag.evaluation.harness import Evaluation
 from speccache_rag.evaluation.metrics import best_f1, best_rouge_l, contains, exact_match, f1
 from speccache_rag.evaluation.records import Record, RecordFile, pack, read_records, unpack
+from speccache_rag.evaluation.results import Results
+from speccache_rag.evaluation.tuning import candidates, cheapest
 from speccache_rag.hosting.engine_host import EngineHost
 
 EXAMPLES = [
@@ -427,3 +429,53 @@ def test_another_file_is_refused(tmp_path: Path, line: str, message: str) -> Non
     (tmp_path / "runs.jsonl").write_text(line)
     with pytest.raises(ConfigurationError, match=message):
         RecordFile(tmp_path)
+
+
+# Tuning.
+
+
+def test_the_cheapest_that_fits(tmp_path: Path) -> None:
+    noisy = [0.0, 0.3, 0.02, 0.25, 0.0, 0.2]
+    cheap = [record("full_reuse", str(i), kl, recompute_ratio=0.0, selected_tokens=0) for i, kl in enumerate(noisy)]
+    dear = [record("epic", str(i), kl / 10) for i, kl in enumerate(noisy)]
+    full = [record("full_recompute", str(i), 0.0, recompute_ratio=1.0, selected_tokens=80) for i in range(6)]
+    results = Results([*full, *dear, *cheap])
+    tried = candidates(results, "kl", 0.1)
+    assert [(one.label, one.fits) for one in tried] == [
+        ("full_reuse", False),
+        ("epic@0.15", True),
+        ("full_recompute", True),
+    ]
+    best = cheapest(tried)
+    assert best is not None and best.label == "epic@0.15"
+    assert cheapest(candidates(results, "kl", 0.5)).label == "full_reuse"  # type: ignore[union-attr]
+    assert cheapest(candidates(Results(cheap), "kl", 0.1)) is None
+
+
+def test_a_tuned_configuration_is_written_and_loads(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "speccache.toml"
+    questions = tmp_path / "four.jsonl"
+    fourth = json.dumps({**EXAMPLES[2], "id": "again"})
+    questions.write_text(data.read_text() + fourth + "\n")
+    result = CliRunner().invoke(
+        app,
+        [
+            *(
+                "tune",
+                str(questions),
+                "--model",
+                str(tiny_folder),
+                "--out",
+                str(tmp_path / "out"),
+                "--write",
+                str(file),
+            ),
+            *("--policies", "full_reuse,epic", "--ratios", "0.3,1", "--goal", "kl", "--bound", "1e-5"),
+            *("--engine-option", "max_model_len=1024", "--engine-option", "dtype=float32", "--tenant", "us"),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    loaded = SpecCacheConfig.load(file)
+    assert (loaded.policy, loaded.recompute_ratio, loaded.tenant) == ("epic", 1.0, "us")
+    assert loaded.engine == "vllm" and loaded.engine_options["max_model_len"] == 1024
+    assert file.read_text().startswith("# Chosen by `speccache tune` on 4 questions: kl 0.000")

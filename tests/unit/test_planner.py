@@ -336,7 +336,7 @@ def test_whatever_makes_another_approximation_makes_another_kind(
 @pytest.mark.parametrize(
     ("options", "change"),
     [
-        ({"policy": "speccache"}, {"policy_options": {"tau_cover": 0.7}}),  # the default
+        ({"policy": "speccache"}, {"policy_options": {"tau_cover": 0.7}}),  # its default
         ({"policy": "random"}, {"scoring": "online", "speculative_model": "small"}),
         ({"policy": "full_reuse"}, {"recompute_ratio": 0.9}),
         ({"policy": "cacheblend"}, {"scoring": "online"}),

@@ -16,6 +16,7 @@ def config(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     config = SpecCacheConfig(
         model=str(smollm2),
         speculative_model=str(smollm2),
+        policy="speccache",
         store=str(tmp_path_factory.mktemp("store")),
         engine_options={"max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 512 << 20},
     )

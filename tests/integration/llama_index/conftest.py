@@ -21,6 +21,7 @@ def runtime(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with SpecCache(
         model=str(tiny_folder),
         speculative_model=str(tiny_folder),
+        policy="speccache",
         engine="transformers",
         store=str(tmp_path_factory.mktemp("store")),
         engine_options={"device": "cpu", "dtype": "float32", "max_model_len": 4096},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -36,8 +37,8 @@ class SpecCacheLLM(GuidedLLM):
         llm.warm(nodes)
         index.as_query_engine(llm=llm).query("...")
 
-    Options of `SpecCacheConfig` are given by name; or give a whole `config`, or a live `runtime`. The engine starts
-    when it is first needed and is shared by every copy (also deep copies and unpickled ones) in the process.
+    Options of `SpecCacheConfig` are given by name; or give a whole `config`, or its TOML file, or a live `runtime`. The
+    engine starts when it is first needed and is shared by all copies in the process, deep and unpickled ones too.
     The final response holds `raw["usage"]` and `raw["speccache"]`, the prefill report, which a `SpecCacheReuseEvent`
     on LlamaIndex's dispatcher carries too. Agents that need function calling refuse it; `ReActAgent` does not.
 
@@ -60,7 +61,7 @@ class SpecCacheLLM(GuidedLLM):
         self,
         model: str | None = None,
         *,
-        config: SpecCacheConfig | Mapping[str, Any] | None = None,
+        config: SpecCacheConfig | Mapping[str, Any] | str | Path | None = None,
         runtime: SpecCache | None = None,
         **options: Any,
     ) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,10 +96,8 @@ class SpecCacheConfig(BaseModel):
         Raises:
             ConfigurationError: an option is unknown or out of range; the message names each value and its limit.
         """
-        try:
+        with configuration_errors(cls):
             return cls(**options)
-        except ValidationError as error:
-            raise ConfigurationError(_describe(error, cls)) from error
 
     @classmethod
     def load(cls, path: str | Path) -> SpecCacheConfig:
@@ -121,8 +120,7 @@ class SpecCacheConfig(BaseModel):
         config: SpecCacheConfig | Mapping[str, Any] | str | Path | None,
         live: SpecCacheConfig | None,
         *,
-        owner: str,
-        owner_options: Iterable[str],
+        hint: str,
     ) -> SpecCacheConfig:
         """The configuration of a front end, which takes it in one of three ways.
 
@@ -130,8 +128,7 @@ class SpecCacheConfig(BaseModel):
             options: fields by name.
             config: a whole configuration, or the TOML file that holds it.
             live: the configuration of a live runtime.
-            owner: the front end's name, and
-            owner_options: its own options, for the error message.
+            hint: where the front end takes options of other kinds, for the error message.
 
         Raises:
             ConfigurationError: options come from two sources, or one of them is unknown or out of range.
@@ -152,7 +149,20 @@ class SpecCacheConfig(BaseModel):
         try:
             return cls.build(**(config or options))
         except ConfigurationError as error:
-            raise ConfigurationError(error.message, hint=f"{owner} itself takes {', '.join(owner_options)}.") from error
+            raise ConfigurationError(error.message, hint=hint) from error
+
+
+@contextmanager
+def configuration_errors(model: type[BaseModel]) -> Iterator[None]:
+    """Pydantic's errors about the fields of `model` as ours.
+
+    Raises:
+        ConfigurationError: the message names each bad field, its value and its limit.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigurationError(_describe(error, model)) from error
 
 
 def read_options(path: str | Path) -> dict[str, Any]:

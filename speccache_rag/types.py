@@ -5,7 +5,7 @@ Shape letters, used everywhere: T tokens, H KV heads, D head dim, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NewType
 
@@ -218,6 +218,16 @@ class ToolCallDelta:
     id: str | None = None
     name: str | None = None
     arguments: str = ""
+
+
+def joined_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Tool calls put together from their pieces, in the order of their indices."""
+    calls: dict[int, ToolCall] = {}
+    for piece in pieces:
+        before = calls.get(piece.index, ToolCall("", "", ""))
+        name, arguments = before.name + (piece.name or ""), before.arguments + piece.arguments
+        calls[piece.index] = ToolCall(before.id or piece.id or "", name, arguments)
+    return tuple(calls[index] for index in sorted(calls))
 
 
 @dataclass(frozen=True, slots=True)

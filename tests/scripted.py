@@ -6,11 +6,13 @@ prompt, and what is reused of it, stays real.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any
 
 from speccache_rag import SpecCache
+from speccache_rag.plan.call import Call
 from speccache_rag.plan.prompt_plan import Prompt
 from speccache_rag.prompt.templates import ChatTemplate
 from speccache_rag.types import Completion, Delta, PrefillReport, WarmReport
@@ -37,23 +39,35 @@ class ScriptedRuntime:
         self._runtime.prefetch(texts)
 
     def generate(self, prompt: Prompt, **params: Any) -> Completion:
-        return self._scripted(prompt, self._runtime.generate(prompt, **_one_token(params)))
+        return _last(self._scripted(prompt, params, self._runtime.generate(prompt, **_one_token(params))))
 
     async def agenerate(self, prompt: Prompt, **params: Any) -> Completion:
-        return self._scripted(prompt, await self._runtime.agenerate(prompt, **_one_token(params)))
+        real = await self._runtime.agenerate(prompt, **_one_token(params))
+        return _last(await asyncio.to_thread(self._scripted, prompt, params, real))
 
     def stream(self, prompt: Prompt, **params: Any) -> Generator[Delta, None, None]:
-        yield from _deltas(self.generate(prompt, **params))
+        yield from self._scripted(prompt, params, self._runtime.generate(prompt, **_one_token(params)))
 
     async def astream(self, prompt: Prompt, **params: Any) -> AsyncGenerator[Delta, None]:
-        for delta in _deltas(await self.agenerate(prompt, **params)):
+        real = await self._runtime.agenerate(prompt, **_one_token(params))
+        for delta in await asyncio.to_thread(self._scripted, prompt, params, real):
             yield delta
 
-    def _scripted(self, prompt: Prompt, completion: Completion) -> Completion:
-        text = prompt if isinstance(prompt, str) else ChatTemplate(self.tokenizer).render(prompt)
+    def _scripted(self, prompt: Prompt, params: dict[str, Any], real: Completion) -> list[Delta]:
+        """The reply in pieces, read as a real answer is: tool calls in it are calls."""
+        call = Call.of(prompt, params, self.config, self.tokenizer)
+        text = prompt if isinstance(prompt, str) else ChatTemplate(self.tokenizer).render(call.prompt)
         self.prompts.append(text)
-        self.reports.append(completion.report)
-        return replace(completion, text=self._reply(text), finish_reason="stop")
+        self.reports.append(real.report)
+        completion = replace(real, text=self._reply(text), finish_reason="stop")
+
+        async def source() -> AsyncGenerator[Delta, None]:
+            words = completion.text.split(" ")
+            for piece in [word + " " for word in words[:-1]] + words[-1:]:
+                yield Delta(piece, token_ids=tuple(self.tokenizer.encode(piece, add_special_tokens=False)))
+            yield Delta("", completion)
+
+        return list(self._runtime._open().loop.iterate(lambda: call.answer(source(), [])))
 
 
 def _in_order(replies: Iterable[str]) -> Callable[[str], str]:
@@ -66,7 +80,7 @@ def _one_token(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "max_tokens": 1, "structured_outputs": None, "stop": None}
 
 
-def _deltas(completion: Completion) -> list[Delta]:
-    words = completion.text.split(" ")
-    pieces = [word + " " for word in words[:-1]] + words[-1:]
-    return [*(Delta(piece) for piece in pieces), Delta("", completion)]
+def _last(deltas: list[Delta]) -> Completion:
+    completion = deltas[-1].completion
+    assert completion is not None
+    return completion

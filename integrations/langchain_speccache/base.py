@@ -12,13 +12,14 @@ from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from langchain_speccache.responses import Answers
-from speccache_rag.config import SpecCacheConfig
+from speccache_rag.config import SpecCacheConfig, configuration_errors
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.runtime import SpecCache
+from speccache_rag.spellings import OF_SERVICES, ConstructorOptions, canonical
 from speccache_rag.types import WarmReport
 
-OF_SERVICES = ("api_key", "base_url", "max_retries", "timeout")
-"""LangChain's usual options of remote models, taken so that only a class name need change; here they mean nothing."""
+OWN = ("temperature", "max_tokens", "stop", "top_p", "seed", "n", "timeout", "model_kwargs", "streaming")
+"""What a constructor takes beside the fields of `SpecCacheConfig`."""
 
 
 class SpecCacheModel(BaseModel):
@@ -35,9 +36,13 @@ class SpecCacheModel(BaseModel):
 
     # Not in repr: LangChain traces that, and engine options may hold an access token.
     config: SpecCacheConfig = Field(repr=False, description="What the engine is built from.")
-    temperature: float = Field(default=0.0, ge=0.0, description="0 takes the likeliest token.")
-    max_tokens: int = Field(default=256, gt=0, description="Most tokens in an answer.")
+    temperature: float | None = Field(default=0.0, ge=0.0, description="0, and None, take the likeliest token.")
+    max_tokens: int | None = Field(default=None, gt=0, description="Most tokens in an answer; None: what fits.")
     stop: list[str] | None = Field(default=None, alias="stop_sequences", description="Texts that end an answer.")
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0, description="Draw from the likeliest tokens only.")
+    seed: int | None = Field(default=None, description="The same seed gives the same answer.")
+    n: int | None = Field(default=None, gt=0, description="Answers to each prompt.")
+    timeout: float | None = Field(default=None, gt=0, description="Seconds an answer may take; then RequestTimeout.")
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Passed with every call: sampling parameters, policy, recompute_ratio, scoring.",
@@ -52,16 +57,18 @@ class SpecCacheModel(BaseModel):
         runtime: SpecCache | None = None,
         **options: Any,
     ) -> None:
-        fields = type(self).model_fields
-        names = {*fields, *(field.alias for field in fields.values() if field.alias)}
-        own = {name: options.pop(name) for name in names if name in options}
-        for name in OF_SERVICES:
-            options.pop(name, None)
-        if model is not None:
-            options["model"] = model
-        live = None if runtime is None else runtime.config
-        chosen = SpecCacheConfig.from_one_source(options, config, live, owner=type(self).__name__, owner_options=fields)
-        super().__init__(config=chosen, **own)
+        fields, name = type(self).model_fields, type(self).__name__
+        given = ConstructorOptions.of({**options, **({} if model is None else {"model": model})}, fields)
+        chosen = SpecCacheConfig.from_one_source(
+            given.config,
+            config,
+            None if runtime is None else runtime.config,
+            hint=f"{name} itself takes {', '.join(n for n in OWN if n in fields)}; other sampling options go into "
+            "model_kwargs={...}, bind(...) or the call.",
+        )
+        with configuration_errors(type(self)):
+            super().__init__(config=chosen, **given.own)
+        self.model_kwargs = {**given.calls, **self.model_kwargs}
         self._runtime = runtime
 
     @property
@@ -103,6 +110,7 @@ class SpecCacheModel(BaseModel):
         engine_options = json.dumps(self.config.engine_options, sort_keys=True, default=str)
         digest = hashlib.sha256(engine_options.encode()).hexdigest()[:16]
         own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop_sequences": self.stop}
+        own |= {"top_p": self.top_p, "seed": self.seed, "n": self.n}
         return {**shaping, "engine_options_digest": digest, **own, "model_kwargs": self.model_kwargs}
 
     def _params(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,22 +119,21 @@ class SpecCacheModel(BaseModel):
         Raises:
             ConfigurationError: the call asks for another model.
         """
-        given = {name: value for name, value in kwargs.items() if value is not None}
+        given = {name: value for name, value in canonical(kwargs).items() if value is not None}
         given.pop("stream", None)  # how LangChain forbids or demands streaming
+        for name in OF_SERVICES:
+            given.pop(name, None)
         asked = given.pop("model", self.model)
         if asked != self.model:
             raise ConfigurationError(
                 f"The call asks for model {asked!r}; this {type(self).__name__} serves {self.model!r}.",
                 hint=f"Make a second one: {type(self).__name__}(model={asked!r}, ...).",
             )
-        ends = self.stop if stop is None else stop
-        return {
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            **self.model_kwargs,
-            **({"stop": ends} if ends is not None else {}),
-            **given,
-        }
+        own = {name: getattr(self, name) for name in ("max_tokens", "top_p", "seed", "n", "timeout")}
+        own["temperature"] = self.temperature or 0.0
+        own["stop"] = self.stop if stop is None else stop
+        sources = (own, canonical(self.model_kwargs), {} if stop is None else {"stop": stop}, given)
+        return {name: value for source in sources for name, value in source.items() if value is not None}
 
 
 def _texts(chunks: Iterable[Document | str]) -> Iterable[str]:

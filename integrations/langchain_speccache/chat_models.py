@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, Field
 
 from langchain_speccache.base import SpecCacheModel
+from langchain_speccache.batches import acomplete, complete, one_answer
 from langchain_speccache.messages import as_turns
 from langchain_speccache.responses import PROVIDER
 from langchain_speccache.structured import Method, structured_output
@@ -39,6 +42,33 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
     """
 
     streaming: bool | None = Field(default=None, description="LangChain's switch: True streams behind `invoke` too.")
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """This model, told of tools: it may answer with calls of them, in `message.tool_calls`.
+
+        Args:
+            tools: whatever LangChain converts to a tool.
+            tool_choice: "auto"; "none"; "any", "required" or True: it must call one; a tool's name: that one. A forced
+                call is decoded under a grammar, on the vLLM engine.
+            strict: taken for LangChain's sake.
+            parallel_tool_calls: False takes one call of an answer only.
+            **kwargs: bound to every call.
+
+        Raises:
+            ConfigurationError: when run, if the choice names no tool, or nothing reads this model's tool calls.
+            PromptError: when run, if its chat template does not know tools.
+        """
+        options = {"tool_choice": _choice(tool_choice), "parallel_tool_calls": parallel_tool_calls}
+        given = {name: value for name, value in options.items() if value is not None}
+        return self.bind(tools=[convert_to_openai_tool(tool, strict=strict) for tool in tools], **given, **kwargs)
 
     def with_structured_output(
         self,
@@ -70,8 +100,8 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        params = self._params(stop, kwargs)
-        return self._answers.chat_result(self.runtime.generate(as_turns(messages), **params))
+        [completions] = complete(self.runtime, [as_turns(messages)], self._params(stop, kwargs))
+        return self._answers.chat_result(completions)
 
     async def _agenerate(
         self,
@@ -80,8 +110,8 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        params = self._params(stop, kwargs)
-        return self._answers.chat_result(await self.runtime.agenerate(as_turns(messages), **params))
+        [completions] = await acomplete(self.runtime, [as_turns(messages)], self._params(stop, kwargs))
+        return self._answers.chat_result(completions)
 
     # LangChain itself tells callbacks of each chunk that these yield.
 
@@ -92,7 +122,7 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        params, answers = self._params(stop, kwargs), self._answers
+        params, answers = one_answer(self._params(stop, kwargs)), self._answers
         with closing(self.runtime.stream(as_turns(messages), **params)) as deltas:  # leaving early frees the request
             for delta in deltas:
                 yield answers.chat_chunk(delta)
@@ -104,7 +134,7 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        params, answers = self._params(stop, kwargs), self._answers
+        params, answers = one_answer(self._params(stop, kwargs)), self._answers
         async with aclosing(self.runtime.astream(as_turns(messages), **params)) as deltas:
             async for delta in deltas:
                 yield answers.chat_chunk(delta)
@@ -116,3 +146,10 @@ class ChatSpecCache(SpecCacheModel, BaseChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=self.stop if stop is None else stop, **kwargs)
         return {**params, "ls_provider": PROVIDER}  # subclasses too
+
+
+def _choice(choice: str | dict[str, Any] | bool | None) -> str | dict[str, Any] | None:
+    """LangChain's ways to say that a tool must be called, as one."""
+    if choice is True or choice == "any":
+        return "required"
+    return None if choice is False else choice

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from typing import Any
 
@@ -14,11 +12,9 @@ from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import GenerationChunk, LLMResult
 
 from langchain_speccache.base import SpecCacheModel
+from langchain_speccache.batches import acomplete, complete, one_answer
 from langchain_speccache.responses import PROVIDER
-from speccache_rag.chunks.warming import all_or_stop
-
-MOST_THREADS = 32
-"""Threads of one `batch`. They only wait: the engine batches what they ask."""
+from speccache_rag.types import Completion
 
 
 class SpecCacheCompletion(SpecCacheModel, BaseLLM):
@@ -38,10 +34,7 @@ class SpecCacheCompletion(SpecCacheModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        params = self._params(stop, kwargs)
-        with ThreadPoolExecutor(min(MOST_THREADS, max(1, len(prompts)))) as pool:
-            completions = list(pool.map(lambda prompt: self.runtime.generate(prompt, **params), prompts))
-        return LLMResult(generations=[[self._answers.generation(completion)] for completion in completions])
+        return self._result(complete(self.runtime, prompts, self._params(stop, kwargs)))
 
     async def _agenerate(
         self,
@@ -50,10 +43,10 @@ class SpecCacheCompletion(SpecCacheModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        params = self._params(stop, kwargs)
-        tasks = [asyncio.create_task(self.runtime.agenerate(prompt, **params)) for prompt in prompts]
-        completions = await all_or_stop(tasks)
-        return LLMResult(generations=[[self._answers.generation(completion)] for completion in completions])
+        return self._result(await acomplete(self.runtime, prompts, self._params(stop, kwargs)))
+
+    def _result(self, completions: list[list[Completion]]) -> LLMResult:
+        return LLMResult(generations=[[self._answers.generation(one) for one in several] for several in completions])
 
     def _stream(
         self,
@@ -62,7 +55,7 @@ class SpecCacheCompletion(SpecCacheModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        params, answers = self._params(stop, kwargs), self._answers
+        params, answers = one_answer(self._params(stop, kwargs)), self._answers
         with closing(self.runtime.stream(prompt, **params)) as deltas:
             for delta in deltas:
                 yield answers.generation_chunk(delta)
@@ -74,7 +67,7 @@ class SpecCacheCompletion(SpecCacheModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        params, answers = self._params(stop, kwargs), self._answers
+        params, answers = one_answer(self._params(stop, kwargs)), self._answers
         async with aclosing(self.runtime.astream(prompt, **params)) as deltas:
             async for delta in deltas:
                 yield answers.generation_chunk(delta)

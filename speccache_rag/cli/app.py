@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,6 +20,7 @@ from speccache_rag.cli.explain import explain
 from speccache_rag.cli.options import DEFAULT_STORE
 from speccache_rag.cli.report import report
 from speccache_rag.cli.tune import tune
+from speccache_rag.cli.spoken import as_flags
 from speccache_rag.cli.warm import warm
 from speccache_rag.errors import SpecCacheError
 
@@ -40,11 +43,26 @@ app.command()(tune)
 app.add_typer(bench, name="bench")
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"speccache-rag {version('speccache-rag')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    shown: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What stands in front of a command."""
+
+
 def main() -> None:
     """Run the command line. Errors of this package end it with a message and code 2; any other shows its traceback."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the engine's log would drown the tables
     try:
         app()
     except SpecCacheError as error:
-        Console(stderr=True).print(Text(f"{type(error).__name__}: {error}", style="red"))
+        Console(stderr=True).print(Text(f"{type(error).__name__}: {as_flags(str(error))}", style="red"))
         sys.exit(FAILED)

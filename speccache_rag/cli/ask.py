@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def ask(
     options: Options,
     prompt: Prompt,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in the answer.")] = 256,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in the answer; else what fits.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     raw: Raw = False,
     json: Json = None,

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer
-
 from speccache_rag.chunks.catalogue import Catalogue
 from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import SpecCacheConfig
@@ -20,6 +18,7 @@ from speccache_rag.engines.base import Engine
 from speccache_rag.errors import EngineClosed
 from speccache_rag.fingerprint import resolve_model
 from speccache_rag.hosting.loop_thread import LoopThread
+from speccache_rag.prompt.loading import load_tokenizer
 from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.scoring.layers import LayerRange
@@ -59,7 +58,9 @@ class EngineHost:
         """The target model's folder."""
         with self._lock:
             if self._model is None:
-                self._model = resolve_model(self._config.model)
+                options = self._config.engine_options
+                trusted = bool(options.get("trust_remote_code"))
+                self._model = resolve_model(self._config.model, revision=options.get("revision"), with_code=trusted)
             return self._model
 
     @property
@@ -69,7 +70,7 @@ class EngineHost:
             return found  # not behind the lock, which a starting engine holds for long
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(self.model))
+                self._tokenizer = PromptTokenizer(load_tokenizer(self.model, self._config.engine_options))
             return self._tokenizer
 
     @property
@@ -125,7 +126,9 @@ class EngineHost:
             return None
         with self._lock:
             if (name, layers) not in self._scorers:
-                self._scorers[name, layers] = SpeculativeScorer(resolve_model(name), layers=layers)
+                trusted = bool(config.engine_options.get("trust_remote_code"))
+                folder = resolve_model(name, with_code=trusted)
+                self._scorers[name, layers] = SpeculativeScorer(folder, layers=layers, trust_remote_code=trusted)
             return self._scorers[name, layers]
 
     def _start(self) -> None:

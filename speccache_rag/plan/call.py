@@ -16,7 +16,7 @@ from speccache_rag.engines.readers import READERS, AnswerReader, ReaderRequest
 from speccache_rag.errors import ConfigurationError, RequestTimeout, UnsupportedVersion
 from speccache_rag.prompt.chat import Chat
 from speccache_rag.prompt.notation import reasoning_notation, tool_notation
-from speccache_rag.types import Completion, Delta, ToolCall, ToolCallDelta
+from speccache_rag.types import Completion, Delta, ToolCall, ToolCallDelta, joined_calls
 
 CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 """Options of a call that make sense for messages only."""
@@ -91,36 +91,26 @@ class Call:
     async def _read(
         self, deltas: AsyncGenerator[Delta, None], prompt_ids: Sequence[int]
     ) -> AsyncGenerator[Delta, None]:
-        text, reasoning, calls = "", "", _Calls()
+        text, reasoning = "", ""
+        calls: list[ToolCallDelta] = []
         async for delta in deltas:
             if self.reader is None:
                 yield delta
                 continue
-            piece = self.reader.read(delta, prompt_ids)
+            piece = self._wanted(self.reader.read(delta, prompt_ids))
             text += piece.text
             reasoning += piece.reasoning
-            calls.add(piece.tool_calls)
+            calls += piece.tool_calls
             if delta.completion is not None:
-                piece = replace(piece, completion=_whole(delta.completion, text, reasoning, calls.whole()))
+                piece = replace(piece, completion=_whole(delta.completion, text, reasoning, joined_calls(calls)))
             if piece.text or piece.reasoning or piece.tool_calls or piece.completion is not None:
                 yield piece
 
-
-class _Calls:
-    """Tool calls put together from their pieces."""
-
-    def __init__(self) -> None:
-        self._calls: dict[int, ToolCall] = {}
-
-    def add(self, pieces: Sequence[ToolCallDelta]) -> None:
-        for piece in pieces:
-            before = self._calls.get(piece.index, ToolCall("", "", ""))
-            self._calls[piece.index] = ToolCall(
-                before.id or piece.id or "", before.name + (piece.name or ""), before.arguments + piece.arguments
-            )
-
-    def whole(self) -> tuple[ToolCall, ...]:
-        return tuple(self._calls[index] for index in sorted(self._calls))
+    def _wanted(self, piece: Delta) -> Delta:
+        """The piece without tool calls beyond the first, where the caller takes one only."""
+        if not isinstance(self.prompt, Chat) or self.prompt.parallel_tool_calls:
+            return piece
+        return replace(piece, tool_calls=tuple(call for call in piece.tool_calls if call.index == 0))
 
 
 def _whole(completion: Completion, text: str, reasoning: str, calls: tuple[ToolCall, ...]) -> Completion:

@@ -144,6 +144,7 @@ class ScoringModels:
                     tenant=self._config.tenant,
                     # Its chunks stand behind the same text as the target's, in its own tokens.
                     anchor=self._host.library(self._config).anchor,
+                    engine_options={"trust_remote_code": bool(self._config.engine_options.get("trust_remote_code"))},
                 )
                 host = EngineHost.acquire(config)
                 try:

@@ -139,6 +139,11 @@ def text_before(rendered: str, mark: str) -> str | None:
     return before if found else None
 
 
+def article(noun: str) -> str:
+    """What an error message puts in front of a role."""
+    return "An" if noun.startswith(("a", "e", "i", "o")) else "A"
+
+
 def call_as_text(name: str, arguments: Any) -> str:
     """A tool call in the notation of Hermes and Qwen; no notation is common to all models."""
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False, default=str)
@@ -181,14 +186,10 @@ def _with_text(message: Mapping[str, Any]) -> Turn:
     if len(texts) < len(found):
         role = str(message.get("role"))
         raise PromptError(
-            f"{_article(role)} {role} message holds something other than text: {str(parts)[:80]}.",
+            f"{article(role)} {role} message holds something other than text: {str(parts)[:80]}.",
             hint="Drop it, or turn it into text first.",
         )
     return {**message, "content": "\n".join(texts)}
-
-
-def _article(noun: str) -> str:
-    return "An" if noun[:1] in "aeiou" else "A"
 
 
 def _is_plain(turn: Turn) -> bool:

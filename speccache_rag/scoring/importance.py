@@ -49,8 +49,11 @@ class SpeculativeScorer:
         layers: LayerRange = "last_third",
         device: str = "cpu",
         dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """`dtype` None takes bfloat16 where the device computes it well, float32 on other CPUs.
+
+        `trust_remote_code` runs code that comes with the model.
 
         Raises:
             ConfigurationError: `layers` is unknown.
@@ -60,6 +63,7 @@ class SpeculativeScorer:
         self.layers = layers
         self.device = device
         self.dtype = dtype or _fast_dtype(device)
+        self.trust_remote_code = trust_remote_code
         self._lock = threading.Lock()
         self._loaded: _Loaded | None = None
 
@@ -111,7 +115,7 @@ class SpeculativeScorer:
     def _load(self) -> _Loaded:
         """The model, loaded once; the caller holds the lock."""
         if self._loaded is None:
-            self._loaded = _load(self.model_path, self.layers, self.device, self.dtype)
+            self._loaded = _load(self.model_path, self.layers, self.device, self.dtype, self.trust_remote_code)
         return self._loaded
 
 
@@ -169,13 +173,13 @@ def _summed_norms(layers: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
             handle.remove()
 
 
-def _load(path: Path, layers: LayerRange, device: str, dtype: torch.dtype) -> _Loaded:
+def _load(path: Path, layers: LayerRange, device: str, dtype: torch.dtype, trusted: bool) -> _Loaded:
     # Imported here: transformers takes seconds to import, and cached scores need no model.
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=True)
-        model = AutoModel.from_pretrained(path, dtype=dtype).to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=trusted)
+        model = AutoModel.from_pretrained(path, dtype=dtype, trust_remote_code=trusted).to(device).eval()
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"Speculative model {str(path)!r} could not be loaded: {error}",

@@ -11,9 +11,35 @@ from typing import Any
 
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.runtime import SpecCache
-from speccache_rag.types import Completion, Delta, Explanation, PrefillReport, TokenExplanation, Usage, WarmReport
+from speccache_rag.types import (
+    Completion,
+    Delta,
+    Explanation,
+    PrefillReport,
+    TokenExplanation,
+    ToolCallDelta,
+    Usage,
+    WarmReport,
+    joined_calls,
+)
 
 Prompt = str | Sequence[Mapping[str, str]]
+
+
+class FakeTokenizer:
+    """Splits at white space; its template shows texts alone, and tools where `knows_tools` says so."""
+
+    def __init__(self, *, knows_tools: bool = False) -> None:
+        self.chat_template: str | None = "a template"
+        self.name_or_path = "tiny"
+        self.knows_tools = knows_tools
+
+    def encode(self, text: str, **_: Any) -> list[str]:
+        return text.split()
+
+    def apply_chat_template(self, turns: Sequence[Mapping[str, str]], *, tools: Any = None, **_: Any) -> str:
+        shown = [str(tools)] if tools and self.knows_tools else []
+        return "\n".join([*shown, *(turn["content"] for turn in turns)])
 
 
 class FakeRuntime:
@@ -26,10 +52,16 @@ class FakeRuntime:
         pieces: Sequence[str] = ("The ", "answer", "."),
         tokenizer: Any = None,
         max_model_len: int = 4096,
+        finish_reason: str = "stop",
+        reasoning: Sequence[str] = (),
+        tool_calls: Sequence[ToolCallDelta] = (),
     ) -> None:
         self.config = config or SpecCacheConfig(model="tiny")
         self.pieces = pieces
-        self.tokenizer = tokenizer or SimpleNamespace(chat_template="a template", encode=lambda text, **_: text.split())
+        self.finish_reason = finish_reason
+        self.reasoning, self.tool_calls = reasoning, tool_calls
+        """Streamed in front of the pieces, and behind them."""
+        self.tokenizer = tokenizer or FakeTokenizer()
         self.max_model_len = max_model_len
         self.calls: list[tuple[Prompt, dict[str, Any]]] = []
         self.warmed: list[str] = []
@@ -70,9 +102,13 @@ class FakeRuntime:
         text = ""
         self.running += 1
         try:
+            for thought in self.reasoning:
+                yield Delta("", reasoning=thought)
             for piece in self.pieces:
                 text += piece
                 yield Delta(piece)
+            for call in self.tool_calls:
+                yield Delta("", tool_calls=(call,))
             yield Delta("", self._completion(prompt, text, params))
         finally:
             self.running -= 1
@@ -111,7 +147,9 @@ class FakeRuntime:
         scoring = params.get("scoring") or self.config.scoring
         ttft_s = 6.0 if policy == "full_recompute" else 2.0
         report = PrefillReport(prompt_tokens=n, fresh_tokens=n, policy=policy, scoring=scoring, ttft_s=ttft_s)
-        return Completion(text, report, Usage(n, len(self.pieces)), "stop", self.logprobs)
+        usage, calls = Usage(n, len(self.pieces)), joined_calls(self.tool_calls)
+        reason, thought = "tool_calls" if calls else self.finish_reason, "".join(self.reasoning) or None
+        return Completion(text, report, usage, reason, self.logprobs, thought, calls)
 
 
 class LoadingRuntime(FakeRuntime):

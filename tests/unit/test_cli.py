@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +20,12 @@ from typer.testing import CliRunner, Result
 
 from speccache_rag.cli.app import app, main
 from speccache_rag.cli.options import key_values
+from speccache_rag.cli.spoken import as_flags
 from speccache_rag.cli.texts import read_documents, split_text
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError, ContextOverflow, PromptError
 from speccache_rag.runtime import SpecCache
+from tests.architecture.sources import CORE, python_files
 from tests.unit.fake_runtime import FakeRuntime
 
 
@@ -79,9 +84,9 @@ def test_every_field_of_the_configuration_is_an_option_of_every_command() -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ask", "Why?"], "option 'model' is missing"),
-        (["ask", "Why?", "--model", "m", "--recompute-ratio", "1.5"], "option 'recompute_ratio' is '1.5'"),
-        (["ask", "Why?", "--model", "m", "--scoring", "never"], "option 'scoring' is 'never'"),
+        (["ask", "Why?"], "--model is missing"),
+        (["ask", "Why?", "--model", "m", "--recompute-ratio", "1.5"], "--recompute-ratio is '1.5'"),
+        (["ask", "Why?", "--model", "m", "--scoring", "never"], "--scoring is 'never'"),
         (["ask", "Why?", "--model", "m", "--engine-option", "eager"], "'eager' is not KEY=VALUE"),
         (["ask", " ", "--model", "m"], "The prompt is empty"),
         (["ask", "@nowhere.txt", "--model", "m"], "prompt file 'nowhere.txt' cannot be read"),
@@ -254,3 +259,67 @@ def test_unknown_options_are_refused(runtime: FakeRuntime) -> None:
     result: Any = run("ask", "Why?", "--model", "m", "--recompute", "0.5")
     assert result.exit_code == 2
     assert "No such option" in result.output
+
+
+# Advice.
+
+
+def _advice() -> list[str]:
+    """Every literal hint of the package, and every message that names an option."""
+    found = []
+    for file in python_files(CORE):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "hint":
+                found += [
+                    n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+                ]
+            if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["hint"]:
+                found += [
+                    n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+                ]
+    return found
+
+
+def test_advice_at_the_command_line_names_its_flags() -> None:
+    advice = _advice()
+    assert len(advice) > 60
+    names = "|".join(SpecCacheConfig.model_fields)
+    compound = "|".join(name for name in SpecCacheConfig.model_fields if "_" in name)
+    python = re.compile(rf"(?<![\w-])(?:(?:{names})=|(?:{compound})\b)")
+    spoken = {text: as_flags(text) for text in advice}
+    assert {text: said for text, said in spoken.items() if python.search(said)} == {}
+    assert sum(text != said for text, said in spoken.items()) >= 5
+
+
+@pytest.mark.parametrize(
+    ("python", "spoken"),
+    [
+        (
+            "Pass speculative_model=..., such as policy='full_reuse'.",
+            "Pass --speculative ..., such as --policy full_reuse.",
+        ),
+        ("or raise max_model_len in engine_options.", "or raise --engine-option max_model_len."),
+        ("pass engine_options={'trust_remote_code': True}; it", "pass --engine-option trust_remote_code=true; it"),
+        ("option 'recompute_ratio' is '2'", "--recompute-ratio is '2'"),
+        ("Raise ram_bytes, or", "Raise --ram-bytes, or"),
+        ("The model and its policy.", "The model and its policy."),
+    ],
+)
+def test_advice_in_flags(python: str, spoken: str) -> None:
+    assert as_flags(python) == spoken
+
+
+def test_errors_are_printed_in_flags(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["speccache", "ask", "Why?", "--model", "m", "--recompute-ratio", "2"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    told = capsys.readouterr().err
+    assert "--recompute-ratio is '2'" in told
+    assert "SpecCacheConfig" not in told
+
+
+def test_the_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.output.strip()) == (0, f"speccache-rag {version('speccache-rag')}")

@@ -90,12 +90,12 @@ def assert_streamed(chunks: list[AIMessageChunk]) -> None:
 
 def test_invoke(llm: ChatSpecCache, runtime: FakeRuntime) -> None:
     assert_whole(llm.invoke(QUESTION))
-    assert runtime.calls == [(TURNS, {"temperature": 0.0, "max_tokens": 256})]
+    assert runtime.calls == [(TURNS, {"temperature": 0.0})]
 
 
 async def test_ainvoke_in_a_running_loop(llm: ChatSpecCache, runtime: FakeRuntime) -> None:
     assert_whole(await llm.ainvoke(QUESTION))
-    assert runtime.calls == [(TURNS, {"temperature": 0.0, "max_tokens": 256})]
+    assert runtime.calls == [(TURNS, {"temperature": 0.0})]
 
 
 def test_stream(llm: ChatSpecCache) -> None:
@@ -291,7 +291,6 @@ def test_tracing_params(runtime: FakeRuntime) -> None:
         "ls_model_type": "chat",
         "ls_model_name": "tiny",
         "ls_temperature": 0.0,
-        "ls_max_tokens": 256,
         "ls_stop": ["x"],
     }
     assert ChatSpecCache(runtime=runtime)._get_ls_params(model="large")["ls_model_name"] == "large"

@@ -32,7 +32,7 @@ def llm(runtime: FakeRuntime) -> SpecCacheCompletion:
 
 def test_prompts_go_in_as_they_are(llm: SpecCacheCompletion, runtime: FakeRuntime) -> None:
     assert (PromptTemplate.from_template("Q: {q}\nA:") | llm).invoke({"q": "Why?"}) == ANSWER
-    assert runtime.calls == [("Q: Why?\nA:", {"temperature": 0.0, "max_tokens": 256})]
+    assert runtime.calls == [("Q: Why?\nA:", {"temperature": 0.0})]
 
 
 async def test_all_six_calls(llm: SpecCacheCompletion, runtime: FakeRuntime) -> None:
@@ -101,7 +101,7 @@ def test_arguments_of_a_call_win(runtime: FakeRuntime) -> None:
     llm.invoke("Why?", stop=["."], model="tiny")
     assert [params for _, params in runtime.calls] == [
         {"temperature": 0.0, "max_tokens": 3, "seed": 1, "stop": ["\n\n"], "policy": "full_reuse"},
-        {"temperature": 0.0, "max_tokens": 256, "seed": 1, "stop": ["."]},
+        {"temperature": 0.0, "seed": 1, "stop": ["."]},
     ]
     with pytest.raises(ConfigurationError, match="asks for model 'large'"):
         llm.invoke("Why?", model="large")

@@ -21,7 +21,7 @@ from langchain_speccache.messages import Turn, as_turns
 from speccache_rag.errors import PromptError
 
 CALL = {"name": "search", "args": {"query": "Zürich"}, "id": "1"}
-CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "Zürich"}}\n</tool_call>'
+CALLED = {"id": "1", "type": "function", "function": {"name": "search", "arguments": {"query": "Zürich"}}}
 
 
 def turn(message: BaseMessage) -> Turn:
@@ -45,7 +45,9 @@ def text_of(content: object) -> str:
     ],
 )
 def test_each_kind_of_message_has_its_role(message: BaseMessage, role: str) -> None:
-    assert turn(message) == {"role": role, "content": "text"}
+    found = turn(message)
+    assert (found["role"], found["content"]) == (role, "text")
+    assert found.get("tool_call_id") == ("1" if isinstance(message, ToolMessage) else None)
 
 
 def test_texts_of_one_message_are_joined() -> None:
@@ -73,16 +75,54 @@ def test_a_command_to_the_history_is_no_message() -> None:
         as_turns([RemoveMessage(id="1")])
 
 
-def test_tool_calls_are_written_behind_the_text() -> None:
-    assert turn(AIMessage("Let me look.", tool_calls=[CALL]))["content"] == f"Let me look.\n{CALLED}"
-    assert turn(AIMessage("", tool_calls=[CALL]))["content"] == CALLED
+def test_a_message_is_named_in_good_english() -> None:
+    with pytest.raises(PromptError, match="^An ai message"):
+        as_turns([AIMessage([{"type": "image", "base64": "AA=="}])])
+
+
+def test_tool_calls_stand_beside_the_text() -> None:
+    said = turn(AIMessage("Let me look.", tool_calls=[CALL]))
+    assert said == {"role": "assistant", "content": "Let me look.", "tool_calls": [CALLED]}
+    assert turn(AIMessage("", tool_calls=[CALL])) == {**said, "content": ""}
 
 
 def test_a_call_that_stands_in_the_content_too_is_written_once() -> None:
     blocks = [{"type": "text", "text": "Let me look."}, {"type": "tool_call", **CALL}]
-    assert turn(AIMessage(blocks, tool_calls=[CALL]))["content"] == f"Let me look.\n{CALLED}"
+    said = turn(AIMessage(blocks, tool_calls=[CALL]))
+    assert said == {"role": "assistant", "content": "Let me look.", "tool_calls": [CALLED]}
 
 
 def test_a_call_that_could_not_be_read_is_not_lost() -> None:
     broken = {"name": "search", "args": '{"query": ', "id": "1", "error": None}
-    assert '{"query": ' in turn(AIMessage("", invalid_tool_calls=[broken]))["content"].replace("\\", "")
+    [call] = turn(AIMessage("", invalid_tool_calls=[broken]))["tool_calls"]
+    assert call["function"] == {"name": "search", "arguments": '{"query": '}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        AIMessage("Yes.", additional_kwargs={"reasoning_content": "The log says so."}),
+        AIMessage(
+            [{"type": "thinking", "thinking": "The log says so.", "signature": "x"}, {"type": "text", "text": "Yes."}]
+        ),
+        AIMessage([{"type": "reasoning", "reasoning": "The log says so."}, {"type": "text", "text": "Yes."}]),
+    ],
+    ids=["additional_kwargs", "thinking", "reasoning"],
+)
+def test_reasoning_stands_beside_the_text(message: AIMessage) -> None:
+    assert turn(message) == {"role": "assistant", "content": "Yes.", "reasoning_content": "The log says so."}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "reasoning", "summary": []},
+        {"type": "cachePoint", "cachePoint": {"type": "default"}},
+        {"cachePoint": {"type": "default"}},
+        {"type": "tool_use", "id": "1", "name": "search", "input": {}},
+        {"type": "server_tool_call", "id": "1", "name": "search", "args": {}},
+    ],
+)
+def test_blocks_for_other_services_are_left_out(part: dict[str, object]) -> None:
+    assert turn(AIMessage([part, {"type": "text", "text": "Yes."}])) == {"role": "assistant", "content": "Yes."}

@@ -22,6 +22,7 @@ from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.speccache import SpecCacheLLM, anchor_for
+from transformers import PreTrainedTokenizerFast
 
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError, PromptError
@@ -35,6 +36,11 @@ QUESTION = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="u
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 ANSWER = "The answer."
 CHUNK = 'First line, {with: "braces"} & <tags>.\n\tSecond line, 東京.'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -88,7 +94,7 @@ def test_chat(llm: SpecCacheLLM, runtime: FakeRuntime, end_events: list[Any]) ->
     assert response.message.content == ANSWER
     assert response.message.role == "assistant"
     assert_whole(response)
-    assert runtime.calls == [(TURNS, {"temperature": 0.0, "max_tokens": 256})]
+    assert runtime.calls == [(TURNS, {"temperature": 0.0})]
     assert len(end_events) == 1
 
 
@@ -206,24 +212,25 @@ def test_none_is_not_given_and_an_empty_list_is(runtime: FakeRuntime) -> None:
     llm.complete("Why?", stop=[])
     llm.complete("Why?", stop=["\n"])
     llm.with_options(stop=None).complete("Why?")
-    own = {"temperature": 0.0, "max_tokens": 256}
+    own = {"temperature": 0.0}
     stops: list[dict[str, Any]] = [{"stop": ["END"]}, {"stop": []}, {"stop": ["\n"]}, {}]
     assert [params for _, params in runtime.calls] == [own | stop for stop in stops]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "complete", "stream_chat", "stream_complete"])
-def test_logprobs_are_in_the_response(runtime: FakeRuntime, endpoint: str) -> None:
-    texts = {7: "The", 8: "A", 9: " 東"}
-    runtime.tokenizer.decode = lambda ids: texts[ids[0]]
-    runtime.logprobs = [{7: -0.1, 8: -2.5}, {9: -0.2}]
+def test_logprobs_are_in_the_response(tokenizer: PreTrainedTokenizerFast, endpoint: str) -> None:
+    runtime = FakeRuntime(tokenizer=tokenizer)
+    [chosen], [other] = tokenizer.encode("K"), tokenizer.encode("b")
+    rocket = tokenizer.encode("🚀")  # a token a byte, none of which is a character
+    runtime.logprobs = [{chosen: -0.1, other: -2.5}, *({token_id: -0.2} for token_id in rocket)]
     question: Any = QUESTION if "chat" in endpoint else "Why?"
     response = getattr(SpecCacheLLM(runtime=runtime), endpoint)(question, logprobs=1)
     if "stream" in endpoint:
         *partial, response = response
         assert [r.logprobs for r in partial] == [None] * 3
     found = [[(entry.token, entry.logprob) for entry in step] for step in response.logprobs]
-    assert found == [[("The", -0.1), ("A", -2.5)], [(" 東", -0.2)]]
-    assert response.logprobs[1][0].bytes == list(" 東".encode())
+    assert found[0] == [("K", -0.1), ("b", -2.5)]
+    assert bytes(byte for step in response.logprobs for byte in step[0].bytes).decode() == "K🚀"
     assert runtime.calls[0][1]["logprobs"] == 1
 
 
@@ -234,7 +241,7 @@ def test_no_logprobs_where_none_were_asked_for(llm: SpecCacheLLM) -> None:
 def test_text_blocks_are_joined_and_others_refused(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
     llm.chat([ChatMessage(role="user", blocks=[TextBlock(text="one"), TextBlock(text="two")])])
     assert runtime.calls[0][0] == [{"role": "user", "content": "one\ntwo"}]
-    with pytest.raises(PromptError, match="user message holds a ImageBlock"):
+    with pytest.raises(PromptError, match="^A user message holds a ImageBlock"):
         llm.chat([ChatMessage(role="user", blocks=[TextBlock(text="one"), ImageBlock(image=b"0")])])
     assert len(runtime.calls) == 1
 
@@ -245,7 +252,7 @@ def test_with_options_shares_the_runtime(llm: SpecCacheLLM, runtime: FakeRuntime
     plain.complete("Why?")
     llm.complete("Why?")
     assert [params.get("policy") for _, params in runtime.calls] == ["full_recompute", None]
-    assert [params["max_tokens"] for _, params in runtime.calls] == [8, 256]
+    assert [params.get("max_tokens") for _, params in runtime.calls] == [8, None]
 
 
 def test_warm_takes_bare_node_texts(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:

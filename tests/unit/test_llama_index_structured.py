@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from llama_index.core import SummaryIndex
-from llama_index.core.llms import ChatMessage, LLMMetadata
+from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
+from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.speccache import SpecCacheLLM
 from pydantic import BaseModel, ValidationError
 
@@ -48,7 +49,7 @@ def params(runtime: FakeRuntime) -> dict[str, Any]:
 def test_structured_predict(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
     assert llm.structured_predict(Mill, PROMPT, village="Arden") == ARDEN
     [(prompt, given)] = runtime.calls
-    assert given == {"temperature": 0.0, "max_tokens": 256, "structured_outputs": GUIDED}
+    assert given == {"temperature": 0.0, "structured_outputs": GUIDED}
     assert prompt[0]["content"].startswith("When was the mill of Arden built?")
 
 
@@ -106,17 +107,12 @@ def test_other_engines_are_asked_in_the_prompt_alone() -> None:
     llm = SpecCacheLLM(runtime=runtime)
     assert llm.structured_predict(Mill, PROMPT, {"seed": 1}, village="Arden") == ARDEN
     [(prompt, given)] = runtime.calls
-    assert given == {"temperature": 0.0, "max_tokens": 256, "seed": 1}
+    assert given == {"temperature": 0.0, "seed": 1}
     assert '"village"' in prompt[0]["content"]
 
 
-def test_a_subclass_that_calls_tools_is_not_held_to_the_schema(runtime: FakeRuntime) -> None:
-    class ToolCalling(SpecCacheLLM):
-        @property
-        def metadata(self) -> LLMMetadata:
-            return super().metadata.model_copy(update={"is_function_calling_model": True})
-
-    assert not ToolCalling(runtime=runtime).guides_decoding
+def test_objects_that_come_out_of_tool_calls_are_not_held_to_the_schema(runtime: FakeRuntime) -> None:
+    assert not SpecCacheLLM(runtime=runtime, pydantic_program_mode=PydanticProgramMode.FUNCTION).guides_decoding
     assert SpecCacheLLM(runtime=runtime).guides_decoding
 
 

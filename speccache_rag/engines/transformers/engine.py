@@ -28,6 +28,7 @@ from speccache_rag.engines.transformers.sampling import SamplingOptions
 from speccache_rag.engines.transformers.selfcheck import self_check
 from speccache_rag.engines.transformers.support import check_config
 from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
+from speccache_rag.prompt.loading import load_tokenizer, remote_code_error
 from speccache_rag.scoring.questions import KVDeviation, TargetQuestion
 from speccache_rag.store.factory import build_store
 from speccache_rag.types import ChunkKey
@@ -60,9 +61,9 @@ class TransformersEngine:
         self._options = checked(EngineOptions, "engine", options)
         self._device = resolve_device(self._options.device)
         try:
-            config = AutoConfig.from_pretrained(model)
+            config = AutoConfig.from_pretrained(model, trust_remote_code=self._options.trust_remote_code)
         except (OSError, ValueError) as error:
-            raise EngineStartError(
+            raise remote_code_error(model, error) or EngineStartError(
                 f"Transformers cannot read the config of {str(model)!r}: {error}", hint=""
             ) from error
         check_config(str(model), config)
@@ -93,6 +94,8 @@ class TransformersEngine:
             dtype=self._dtype,
             max_model_len=self.facts.max_model_len,
             attn_implementation=self._options.attn_implementation,
+            tokenizer=load_tokenizer(self._path, self._options.model_dump()),
+            trust_remote_code=self._options.trust_remote_code,
         )
         self_check(target)
         return target

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from speccache_rag.engines.reuse.attention import QUERY_TOKENS
 from speccache_rag.engines.transformers.cache import CacheShape, ReuseCache
 from speccache_rag.engines.transformers.support import check_model, kv_shape, rope_table
 from speccache_rag.engines.transformers.watching import watching
 from speccache_rag.errors import ConfigurationError, EngineStartError, UnsupportedModel
+from speccache_rag.prompt.loading import load_tokenizer, remote_code_error
 
 
 class TargetModel:
@@ -45,9 +46,17 @@ class TargetModel:
 
     @classmethod
     def load(
-        cls, path: Path, *, device: torch.device, dtype: torch.dtype, max_model_len: int, attn_implementation: str
+        cls,
+        path: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        attn_implementation: str,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        trust_remote_code: bool = False,
     ) -> TargetModel:
-        """Load weights and tokenizer from a folder.
+        """Load weights from a folder, and the tokenizer where none is given.
 
         Raises:
             EngineStartError: they cannot be loaded, or are not all there.
@@ -55,14 +64,20 @@ class TargetModel:
             UnsupportedModel: see `__init__`.
         """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = tokenizer or load_tokenizer(path, {"trust_remote_code": trust_remote_code})
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
+                path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
             )
             model, info = loaded
             model = model.to(device).eval()
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-            raise EngineStartError(f"Transformers cannot load {str(path)!r} on {device}: {error}", hint="") from error
+            raise remote_code_error(path, error) or EngineStartError(
+                f"Transformers cannot load {str(path)!r} on {device}: {error}", hint=""
+            ) from error
         if info["missing_keys"]:
             # Transformers would fill them with random numbers and go on.
             missing = sorted(info["missing_keys"])

@@ -30,6 +30,11 @@ class EngineOptions(BaseModel):
     attn_implementation: Literal["sdpa", "eager"] = Field(
         default="sdpa", description="'eager' is slower, and there for models without 'sdpa'."
     )
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
+    revision: str | None = Field(default=None, description="Of a model on the hub.")
+    tokenizer: str | None = Field(default=None, description="Another folder or hub id.")
+    tokenizer_revision: str | None = Field(default=None, description="Of a tokenizer on the hub.")
+    tokenizer_mode: Literal["auto", "hf"] = Field(default="auto", description="vLLM's name; both mean a fast one.")
 
 
 def checked(model: type[Options], kind: str, options: Mapping[str, Any]) -> Options:
@@ -40,10 +45,10 @@ def checked(model: type[Options], kind: str, options: Mapping[str, Any]) -> Opti
     """
     given = {name: value for name, value in options.items() if value is not None}
     if unknown := sorted(set(given) - set(model.model_fields)):
-        raise ConfigurationError(
-            f"Unknown {kind} option {', '.join(map(repr, unknown))}.",
-            hint=f"Known to the Transformers engine: {', '.join(model.model_fields)}.",
-        )
+        hint = f"Known to the Transformers engine: {', '.join(model.model_fields)}."
+        if "structured_outputs" in unknown:
+            hint += " Guided decoding, which schemas and forced tool calls need, is the vLLM engine's."
+        raise ConfigurationError(f"Unknown {kind} option {', '.join(map(repr, unknown))}.", hint=hint)
     try:
         return model(**given)
     except ValidationError as error:

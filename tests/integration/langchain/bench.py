@@ -51,6 +51,15 @@ def reply(prompt: str) -> str:
     return re.findall(r"query \d", prompt)[-1]
 
 
+def call_or_reply(prompt: str) -> str:
+    """What an agent's model says: it looks the user's query up, then names the first page that was found."""
+    last_turn = prompt.split("<|im_start|>")[-2]
+    if last_turn.startswith("tool\n"):
+        return reply(last_turn)
+    query = re.findall(r"query \d", last_turn)[0]
+    return f'Let me see.\n<tool_call>\n{{"name": "log", "arguments": {{"query": "{query}"}}}}\n</tool_call>'
+
+
 class Shelf(BaseRetriever):
     """Finds the pages that `pages_of` names."""
 
@@ -97,6 +106,8 @@ class Shape:
     """False where no chunk can be found in the prompt."""
     texts: Sequence[str] = PAGES
     reply: Callable[[str], str] = reply
+    in_prompts: Sequence[str] | None = None
+    """The queries whose pages stand in the prompts, where a history repeats them."""
 
     def __str__(self) -> str:
         return f"{self.pipeline}, {self.call}"
@@ -104,7 +115,8 @@ class Shape:
     @property
     def chunks(self) -> list[str]:
         """The chunks in the prompts of this run."""
-        return [self.texts[page] for query in self.queries for page in pages_of(query)]
+        queries = self.queries if self.in_prompts is None else self.in_prompts
+        return [self.texts[page] for query in queries for page in pages_of(query)]
 
 
 # The six ways to call a runnable. Each takes a runnable from query to text.

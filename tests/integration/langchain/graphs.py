@@ -7,14 +7,15 @@ from typing import Any, TypedDict
 
 from langchain.agents import create_agent
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
-from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.runnables import Runnable
 from langchain_core.tools import create_retriever_tool
 from langgraph.graph import END, START, StateGraph
 
-from langchain_speccache import ChatSpecCache
-from tests.integration.langchain.bench import ONE, PROMPT, TWO, Bench, Shape, join
+from tests.integration.langchain.bench import ONE, PROMPT, TWO, Bench, Shape, call_or_reply, join
+
+TURNS = ("query 0", "query 3", "query 0")
+"""What a user asks an agent, one after the other."""
+IN_PROMPTS = tuple(query for turn in range(3) for n in (turn, turn + 1) for query in TURNS[:n])
+"""Each turn takes two prompts: one that ends in a tool call, and one that holds its result too."""
 
 
 class State(TypedDict, total=False):
@@ -89,31 +90,9 @@ async def _agraph_astream_messages(bench: Bench) -> list[str]:
     return ["".join(message.text for message, _ in pieces)]
 
 
-class ToolCaller(ChatSpecCache):
-    """Calls its one tool with the user's words, then answers from the result, as a model that calls tools would."""
-
-    disable_streaming: bool = True
-
-    def bind_tools(self, tools: Sequence[Any], **_: Any) -> Runnable[Any, Any]:
-        return self.bind()
-
-    def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
-        return _as_call(super()._generate(messages, *args, **kwargs), messages)
-
-    async def _agenerate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
-        return _as_call(await super()._agenerate(messages, *args, **kwargs), messages)
-
-
-def _as_call(result: ChatResult, messages: list[BaseMessage]) -> ChatResult:
-    if any(isinstance(message, ToolMessage) for message in messages):
-        return result
-    call = {"name": "log", "args": {"query": messages[-1].text}, "id": "call-1"}
-    return ChatResult(generations=[ChatGeneration(message=AIMessage("", tool_calls=[call]))])
-
-
 def _agent(bench: Bench) -> Any:
     tool = create_retriever_tool(bench.bare, "log", "Finds pages of the log.")
-    return create_agent(ToolCaller(runtime=bench.runtime), [tool], system_prompt="Answer from the log.")
+    return create_agent(bench.llm, [tool], system_prompt="Answer from the log.")
 
 
 def _asked(query: str) -> Any:
@@ -150,9 +129,31 @@ async def _agent_abatch(bench: Bench) -> list[str]:
     return [_last(state) for state in await _agent(bench).abatch([_asked(query) for query in TWO])]
 
 
+def _agent_turns(bench: Bench) -> list[str]:
+    """A conversation: each turn's prompts hold what was found before."""
+    agent, messages, answers = _agent(bench), [], []
+    for query in TURNS:
+        state = agent.invoke({"messages": [*messages, ("human", query)]})
+        messages = state["messages"]
+        answers.append(_last(state))
+    return answers
+
+
+def _agent_stream_messages(bench: Bench) -> list[str]:
+    """Tool calls and answer, token by token."""
+    pieces = list(_agent(bench).stream(_asked(ONE[0]), stream_mode="messages"))
+    assert any(getattr(message, "tool_call_chunks", None) for message, _ in pieces)
+    *_, (last, _) = pieces
+    return ["".join(message.text for message, _ in pieces if message.id == last.id)]
+
+
 def graphs() -> Sequence[Shape]:
     """All shapes of this file."""
-    nodes, agent = "LangGraph, retrieve and generate", "`create_agent` with `create_retriever_tool`"
+
+    def agents(call: str, run: Any, queries: Sequence[str] = ONE, **facts: Any) -> Shape:
+        return Shape("`create_agent` with `create_retriever_tool`", call, run, queries, reply=call_or_reply, **facts)
+
+    nodes = "LangGraph, retrieve and generate"
     return [
         Shape(nodes, "invoke", lambda bench: [graph(bench).invoke({"query": ONE[0]})["answer"]]),
         Shape(nodes, "ainvoke", _graph_ainvoke),
@@ -161,10 +162,12 @@ def graphs() -> Sequence[Shape]:
         Shape(nodes, "astream, async nodes", _agraph_astream),
         Shape(nodes, "stream of messages", _graph_stream_messages),
         Shape(nodes, "astream of messages, async nodes", _agraph_astream_messages),
-        Shape(agent, "invoke", _agent_invoke),
-        Shape(agent, "ainvoke", _agent_ainvoke),
-        Shape(agent, "stream", _agent_stream),
-        Shape(agent, "astream", _agent_astream),
-        Shape(agent, "batch", _agent_batch, TWO),
-        Shape(agent, "abatch", _agent_abatch, TWO),
+        agents("invoke", _agent_invoke),
+        agents("ainvoke", _agent_ainvoke),
+        agents("stream", _agent_stream),
+        agents("astream", _agent_astream),
+        agents("batch", _agent_batch, TWO),
+        agents("abatch", _agent_abatch, TWO),
+        agents("stream of messages", _agent_stream_messages),
+        agents("invoke, 3 turns", _agent_turns, TURNS, in_prompts=IN_PROMPTS),
     ]

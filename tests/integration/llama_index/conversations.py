@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, LLMMetadata
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, CondenseQuestionChatEngine, ContextChatEngine
-from llama_index.core.llms.function_calling import FunctionCallingLLM
-from llama_index.core.llms.llm import ToolSelection
-from llama_index.core.tools import BaseTool, RetrieverTool
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.tools import RetrieverTool
 from llama_index.llms.speccache import SpecCacheLLM
 
 from tests.integration.llama_index.shapes import QUESTION, Found, Shape, drained, engine
@@ -19,7 +17,8 @@ TURNS = ("ABC", "BCD", "ABC")
 """Each question of the user names the chunks it finds."""
 LOOK_UP = 'Thought: I need the tool.\nAction: village\nAction Input: {"input": "ABC"}'
 ANSWER = "Thought: I can answer without using any more tools.\nAnswer: OK"
-CALL = "call village"
+CALLS = [f'<tool_call>\n{{"name": "village", "arguments": {{"input": "{names}"}}}}\n</tool_call>' for names in TURNS]
+"""What a model answers that looks each of `TURNS` up."""
 
 Make = Callable[[SpecCacheLLM], Any]
 
@@ -76,31 +75,10 @@ async def react(llm: SpecCacheLLM) -> str:
     return str(await ReActAgent(tools=[tool()], llm=llm).run(QUESTION))
 
 
-class ToolCallingLLM(SpecCacheLLM, FunctionCallingLLM):
-    """A model that calls the tool where it says so; SpecCacheLLM itself promises no such thing."""
-
-    @property
-    def metadata(self) -> LLMMetadata:
-        return super().metadata.model_copy(update={"is_function_calling_model": True})
-
-    def _prepare_chat_with_tools(
-        self,
-        tools: Sequence[BaseTool],
-        user_msg: str | ChatMessage | None = None,
-        chat_history: list[ChatMessage] | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        return {"messages": [*(chat_history or []), *([ChatMessage(content=str(user_msg))] if user_msg else [])]}
-
-    def get_tool_calls_from_response(self, response: ChatResponse, **kwargs: Any) -> list[ToolSelection]:
-        if response.message.content != CALL:
-            return []
-        return [ToolSelection(tool_id="1", tool_name="village", tool_kwargs={"input": "ABC"})]
-
-
-async def function_agent(llm: SpecCacheLLM, *, streaming: bool) -> str:
-    calling = ToolCallingLLM(runtime=llm.runtime)
-    return str(await FunctionAgent(tools=[tool()], llm=calling, streaming=streaming).run(QUESTION))
+async def function_agent(llm: SpecCacheLLM, *, streaming: bool, turns: Sequence[str] = (QUESTION,)) -> str:
+    agent = FunctionAgent(tools=[tool()], llm=llm, streaming=streaming)
+    memory = ChatMemoryBuffer.from_defaults(token_limit=10_000)
+    return [str(await agent.run(turn, memory=memory)) for turn in turns][-1]
 
 
 def rewritten(prompt: str) -> str:
@@ -138,13 +116,20 @@ SHAPES = [
         "run",
         lambda llm: function_agent(llm, streaming=False),
         ("", "A B C"),
-        [CALL],
+        CALLS[:1],
     ),
     Shape(
         "FunctionAgent, RetrieverTool",
         "run, streaming",
         lambda llm: function_agent(llm, streaming=True),
         ("", "A B C"),
-        [CALL],
+        CALLS[:1],
+    ),
+    Shape(
+        "FunctionAgent, RetrieverTool",
+        "run, 3 turns",
+        lambda llm: function_agent(llm, streaming=False, turns=TURNS),
+        ("", "A B C", "A B C", "A B C B C D", "A B C B C D", "A B C B C D A B C"),
+        [CALLS[0], "OK", CALLS[1], "OK", CALLS[2], "OK"],
     ),
 ]

@@ -18,17 +18,26 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.speccache.rendering import HasText, as_turns, bare_texts
 from llama_index.llms.speccache.responses import Answers, chat_response, completion_response
 from llama_index.llms.speccache.structured import GuidedLLM
+from llama_index.llms.speccache.tools import ToolCallingLLM
 
-from speccache_rag.config import SpecCacheConfig
+from speccache_rag.config import SpecCacheConfig, configuration_errors
+from speccache_rag.errors import ConfigurationError
+from speccache_rag.prompt.templates import ChatTemplate, Turn
 from speccache_rag.runtime import SpecCache
+from speccache_rag.spellings import OF_SERVICES, ConstructorOptions, canonical
 from speccache_rag.types import WarmReport
 
+OWN = ("temperature", "max_tokens", "stop", "top_p", "seed", "timeout")
+"""Options of calls that are fields; a constructor takes them beside the fields of `SpecCacheConfig`."""
 
-class SpecCacheLLM(GuidedLLM):
+
+class SpecCacheLLM(ToolCallingLLM, GuidedLLM):
     """An LLM that reuses the KV of chunks it knows, wherever they stand in the prompt.
 
     The pipeline around it stays as it is: chunks are found in the rendered prompt.
@@ -40,7 +49,8 @@ class SpecCacheLLM(GuidedLLM):
     Options of `SpecCacheConfig` are given by name; or give a whole `config`, or its TOML file, or a live `runtime`. The
     engine starts when it is first needed and is shared by all copies in the process, deep and unpickled ones too.
     The final response holds `raw["usage"]` and `raw["speccache"]`, the prefill report, which a `SpecCacheReuseEvent`
-    on LlamaIndex's dispatcher carries too. Agents that need function calling refuse it; `ReActAgent` does not.
+    on LlamaIndex's dispatcher carries too. Where the model's chat template knows tools, `FunctionAgent` works; what a
+    model thinks before it answers stands in a ThinkingBlock.
 
     Raises:
         ConfigurationError: an option is unknown or out of range, or options come from two sources.
@@ -48,9 +58,16 @@ class SpecCacheLLM(GuidedLLM):
 
     # Not in repr, which ends in logs: engine options may hold an access token.
     config: SpecCacheConfig = Field(repr=False, description="What the engine is built from.")
-    temperature: float = Field(default=0.0, ge=0.0, description="0 takes the likeliest token.")
-    max_tokens: int = Field(default=256, gt=0, description="Most tokens in an answer.")
+    temperature: float | None = Field(default=0.0, ge=0.0, description="0, and None, take the likeliest token.")
+    max_tokens: int | None = Field(default=None, gt=0, description="Most tokens in an answer; None: what fits.")
     stop: list[str] | None = Field(default=None, description="Texts that end an answer.")
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0, description="Draw from the likeliest tokens only.")
+    seed: int | None = Field(default=None, description="The same seed gives the same answer.")
+    timeout: float | None = Field(default=None, gt=0, description="Seconds an answer may take; then RequestTimeout.")
+    pydantic_program_mode: PydanticProgramMode = Field(
+        default=PydanticProgramMode.LLM,
+        description="How objects are asked for: by their schema (LLM), or as arguments of a tool (FUNCTION).",
+    )
     additional_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Passed with every call: sampling parameters, policy, recompute_ratio, scoring.",
@@ -65,14 +82,18 @@ class SpecCacheLLM(GuidedLLM):
         runtime: SpecCache | None = None,
         **options: Any,
     ) -> None:
-        own = {name: options.pop(name) for name in type(self).model_fields if name in options}
-        if model is not None:
-            options["model"] = model
-        live = None if runtime is None else runtime.config
+        fields = type(self).model_fields
+        given = ConstructorOptions.of({**options, **({} if model is None else {"model": model})}, fields)
         chosen = SpecCacheConfig.from_one_source(
-            options, config, live, owner="SpecCacheLLM", owner_options=type(self).model_fields
+            given.config,
+            config,
+            None if runtime is None else runtime.config,
+            hint=f"SpecCacheLLM itself takes {', '.join(OWN)} and LlamaIndex's own; other sampling options go into "
+            "additional_kwargs={...}, with_options(...) or the call.",
         )
-        super().__init__(config=chosen, **own)
+        with configuration_errors(type(self)):
+            super().__init__(config=chosen, **given.own)
+        self.additional_kwargs = {**given.calls, **self.additional_kwargs}
         self._runtime = runtime
 
     @classmethod
@@ -91,8 +112,9 @@ class SpecCacheLLM(GuidedLLM):
         runtime = self.runtime
         return LLMMetadata(
             context_window=runtime.max_model_len,
-            num_output=self.max_tokens,
+            num_output=self.max_tokens or min(DEFAULT_NUM_OUTPUTS, runtime.max_model_len // 4),
             is_chat_model=self._is_chat,
+            is_function_calling_model=ChatTemplate(runtime.tokenizer).knows_tools,
             model_name=self.config.model,
         )
 
@@ -106,10 +128,9 @@ class SpecCacheLLM(GuidedLLM):
 
         Query engines pass no arguments to the LLM, so this is how one pipeline gets other ones.
         """
-        fields: dict[str, Any] = {
-            name: options.pop(name) for name in ("temperature", "max_tokens", "stop") if name in options
-        }
-        return self.model_copy(update={**fields, "additional_kwargs": {**self.additional_kwargs, **options}})
+        given = canonical(options)
+        fields: dict[str, Any] = {name: given.pop(name) for name in OWN if name in given}
+        return self.model_copy(update={**fields, "additional_kwargs": {**self.additional_kwargs, **given}})
 
     def warm(self, chunks: Iterable[HasText], *, show_progress: bool = True) -> WarmReport:
         """Compute and store the KV of nodes or texts; what is stored already is skipped.
@@ -169,9 +190,9 @@ class SpecCacheLLM(GuidedLLM):
     def guides_decoding(self) -> bool:
         """Whether the engine holds an answer to a JSON schema: vLLM does.
 
-        A subclass that calls tools gets its objects out of tool calls, which no schema may stand in the way of.
+        In other modes an object comes out of a tool call, which no schema may stand in the way of.
         """
-        return self.config.engine == "vllm" and not self.metadata.is_function_calling_model
+        return self.config.engine == "vllm" and self.pydantic_program_mode == PydanticProgramMode.LLM
 
     @property
     def _chats(self) -> Answers[ChatResponse]:
@@ -185,7 +206,7 @@ class SpecCacheLLM(GuidedLLM):
     def _is_chat(self) -> bool:
         return bool(self.runtime.tokenizer.chat_template)
 
-    def _turns(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, str]]:
+    def _turns(self, messages: Sequence[ChatMessage]) -> str | list[Turn]:
         """Turns for the chat template; a model without one gets the text that `messages_to_prompt` makes of them."""
         turns = as_turns(messages)  # also refuses what is not text
         if self._is_chat:
@@ -193,7 +214,7 @@ class SpecCacheLLM(GuidedLLM):
         assert self.messages_to_prompt is not None  # LlamaIndex's validator puts its own
         return self.messages_to_prompt(messages)
 
-    def _prompt(self, prompt: str, formatted: bool) -> str | list[dict[str, str]]:
+    def _prompt(self, prompt: str, formatted: bool) -> str | list[Turn]:
         """A formatted prompt goes in as it is; a bare instruction becomes one user turn."""
         if formatted:
             return prompt
@@ -206,7 +227,16 @@ class SpecCacheLLM(GuidedLLM):
         """Arguments of one call: the fields, then `additional_kwargs`, then the call's own.
 
         None means not given: frameworks pass `stop=None` along, which must not undo the configured one; `[]` does.
+
+        Raises:
+            ConfigurationError: the call asks for several answers.
         """
-        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "stop": self.stop}
-        sources: tuple[Mapping[str, Any], ...] = (own, self.additional_kwargs, kwargs)
-        return {name: value for source in sources for name, value in source.items() if value is not None}
+        own = {name: getattr(self, name) for name in OWN}
+        own["temperature"] = self.temperature or 0.0
+        sources = (own, canonical(self.additional_kwargs), canonical(kwargs))
+        params = {name: value for source in sources for name, value in source.items() if value is not None}
+        for name in OF_SERVICES:
+            params.pop(name, None)
+        if (n := params.pop("n", 1)) != 1:
+            raise ConfigurationError(f"n is {n!r}; SpecCacheLLM gives one answer a call.", hint="Call it n times.")
+        return params

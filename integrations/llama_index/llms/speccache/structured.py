@@ -62,6 +62,7 @@ class GuidedLLM(LLM):
 
     def _guided(self, output_cls: type[BaseModel], llm_kwargs: Mapping[str, Any] | None) -> Kwargs:
         """The call's arguments with the schema in them; a call's own `structured_outputs` wins."""
+        _ = self.metadata  # may start the engine; LlamaIndex would ask for it on the event loop
         if not self.guides_decoding:
             return dict(llm_kwargs or {})
         return {"structured_outputs": {"json": output_cls.model_json_schema()}, **(llm_kwargs or {})}

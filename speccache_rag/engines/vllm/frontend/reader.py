@@ -66,7 +66,9 @@ def _asked(chat: Chat) -> ChatCompletionRequest:
     choice: Any = chat.tool_choice
     if choice not in CHOICES:
         choice = {"type": "function", "function": {"name": choice}}
-    tools = {"tools": list(chat.tools), "tool_choice": choice, "parallel_tool_calls": chat.parallel_tool_calls}
+    # Elsewhere "one call only" would put the whole answer under a grammar, which not every engine has.
+    parallel = chat.parallel_tool_calls or not chat.forced
+    tools = {"tools": list(chat.tools), "tool_choice": choice, "parallel_tool_calls": parallel}
     try:
         return ChatCompletionRequest(messages=[{"role": "user", "content": ""}], **(tools if chat.tools else {}))
     except ValidationError as error:

@@ -96,7 +96,10 @@ class ChunkTooLong(PromptError):
 class ContextOverflow(PromptError):
     """A prompt longer than the model's context."""
 
-    hint = "Retrieve fewer chunks, shorten the prompt, or raise max_model_len in engine_options."
+    hint = (
+        "Retrieve fewer chunks, shorten the prompt, or raise max_model_len in engine_options. LlamaIndex packs prompts "
+        "by its own count: warm the nodes, or call set_global_tokenizer(llm.runtime.tokenizer.encode)."
+    )
 
 
 class StoreError(SpecCacheError):

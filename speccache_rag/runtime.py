@@ -258,6 +258,10 @@ class SpecCache:
 
     # The state it is in.
 
+    def some_chunks(self, most: int) -> list[Chunk]:
+        """Up to so many of the known chunks. Starts the engine."""
+        return self._library.some(most)
+
     def stats(self) -> dict[str, Any]:
         """Totals since this object was made, and the number of known chunks if the engine runs."""
         known = len(self._library) if self._open().running else None

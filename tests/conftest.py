@@ -48,9 +48,19 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, a small model that really answers."""
-    folder = ROOT / ".models" / "SmolLM2-135M-Instruct"
+    return _fetched("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct, a small model whose chat template knows tools."""
+    return _fetched("Qwen2.5-Coder-0.5B-Instruct")
+
+
+def _fetched(name: str) -> Path:
+    folder = ROOT / ".models" / name
     if not (folder / "config.json").exists():
-        pytest.skip(f"{folder.name} is not in .models; `make test` fetches it")
+        pytest.skip(f"{name} is not in .models; `make test` fetches it")
     return folder
 
 

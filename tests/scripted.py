@@ -15,7 +15,7 @@ from speccache_rag import SpecCache
 from speccache_rag.plan.call import Call
 from speccache_rag.plan.prompt_plan import Prompt
 from speccache_rag.prompt.templates import ChatTemplate
-from speccache_rag.types import Completion, Delta, PrefillReport, WarmReport
+from speccache_rag.types import Chunk, Completion, Delta, PrefillReport, WarmReport
 
 
 class ScriptedRuntime:
@@ -34,6 +34,9 @@ class ScriptedRuntime:
 
     def warm(self, texts: Iterable[str], show_progress: bool = False) -> WarmReport:
         return self._runtime.warm(texts, show_progress=show_progress)
+
+    def some_chunks(self, most: int) -> list[Chunk]:
+        return self._runtime.some_chunks(most)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         self._runtime.prefetch(texts)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from langchain_core.documents import Document
+from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from langchain_speccache.responses import Answers
@@ -20,6 +21,10 @@ from speccache_rag.types import WarmReport
 
 OWN = ("temperature", "max_tokens", "stop", "top_p", "seed", "n", "timeout", "model_kwargs", "streaming")
 """What a constructor takes beside the fields of `SpecCacheConfig`."""
+
+
+SECRET = ("hf_token",)
+"""Engine options that nobody may write down; without it, Hugging Face's own variable counts."""
 
 
 class SpecCacheModel(BaseModel):
@@ -97,6 +102,22 @@ class SpecCacheModel(BaseModel):
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of the target model's tokenizer; LangChain's own default fetches GPT-2's."""
         return list(self.runtime.tokenizer.encode(text, add_special_tokens=False))
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """LangChain may write it down: its options make it again, engine and all."""
+        return True
+
+    def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
+        """As LangChain has it, with the configuration's fields by name. Access tokens are left out."""
+        written: Any = super().to_json()  # type: ignore[misc]  # of the LangChain class that this is mixed into
+        if written["type"] == "constructor":
+            del written["kwargs"]["config"]
+            written["kwargs"] |= self.config.model_dump(exclude_defaults=True)
+            if options := written["kwargs"].get("engine_options"):
+                written["kwargs"]["engine_options"] = {k: v for k, v in options.items() if k not in SECRET}
+        found: SerializedConstructor | SerializedNotImplemented = written
+        return found
 
     @property
     def _answers(self) -> Answers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import islice
 
 import numpy as np
 
@@ -68,6 +69,14 @@ class ChunkLibrary:
     def learn(self, chunk: Chunk) -> None:
         """Make a chunk findable, in every process that has the same store open or opens it later."""
         self._index.add(chunk)
+
+    def some(self, most: int) -> list[Chunk]:
+        """Up to so many of the known chunks, the oldest ones.
+
+        Raises:
+            StoreUnavailable: the catalogue cannot be read.
+        """
+        return list(islice(self._catalogue.chunks(self.namespace.digest), most))
 
     def match(self, prompt: str) -> list[ChunkMatch]:
         """The known chunks in a prompt. Where the catalogue cannot be read there are none, and a warning says so."""

@@ -12,6 +12,7 @@ from typing import Any
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.runtime import SpecCache
 from speccache_rag.types import (
+    Chunk,
     Completion,
     Delta,
     Explanation,
@@ -64,6 +65,7 @@ class FakeRuntime:
         self.tokenizer = tokenizer or FakeTokenizer()
         self.max_model_len = max_model_len
         self.calls: list[tuple[Prompt, dict[str, Any]]] = []
+        self.chunks: list[Chunk] = []
         self.warmed: list[str] = []
         self.prefetched: list[str] = []
         self.resets = 0
@@ -94,6 +96,9 @@ class FakeRuntime:
 
     def prefetch(self, texts: Iterable[str]) -> None:
         self.prefetched += texts
+
+    def some_chunks(self, most: int) -> list[Chunk]:
+        return self.chunks[:most]
 
     def stream(self, prompt: Prompt, **params: Any) -> Generator[Delta, None, None]:
         self.calls.append((prompt, params))

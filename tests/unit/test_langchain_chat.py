@@ -17,11 +17,12 @@ pytest.importorskip("langchain_core", reason="langchain-core is not installed")
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.documents import Document
+from langchain_core.load import dumps, loads
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.runnables import ConfigurableField
 from transformers import PreTrainedTokenizerFast
 
-from langchain_speccache import ChatSpecCache
+from langchain_speccache import ChatSpecCache, SpecCacheCompletion
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.errors import ConfigurationError
 from speccache_rag.runtime import SpecCache
@@ -299,7 +300,24 @@ def test_tracing_params(runtime: FakeRuntime) -> None:
 def test_traces_hold_no_engine_options() -> None:
     llm = ChatSpecCache(model="tiny", engine_options={"hf_token": "secret"})
     assert "secret" not in f"{llm!r} {llm._serialized} {llm._get_invocation_params()}"
-    assert not llm.is_lc_serializable()
+    assert "secret" not in dumps(llm)
+
+
+@pytest.mark.parametrize("make", [ChatSpecCache, SpecCacheCompletion])
+def test_langchain_writes_a_model_down_and_reads_it_again(make: Any) -> None:
+    llm = make(
+        model="org/model",
+        store="~/kv",
+        recompute_ratio=0.3,
+        engine_options={"max_model_len": 512},
+        max_tokens=9,
+        stop=["x"],
+        model_kwargs={"top_k": 3},
+    )
+    again = loads(dumps(llm), valid_namespaces=["langchain_speccache"], allowed_objects="all")
+    assert type(again) is make
+    assert again.config == llm.config
+    assert again.dict() == llm.dict()
 
 
 def test_a_cache_tells_models_apart_by_what_shapes_an_answer(runtime: FakeRuntime) -> None:

@@ -11,11 +11,11 @@ from speccache_rag import SpecCache, SpecCacheConfig
 
 
 @pytest.fixture(scope="session")
-def config(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpecCacheConfig]:
+def config(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpecCacheConfig]:
     """Models of this configuration share one engine, however often the tests make a new one."""
     config = SpecCacheConfig(
-        model=str(smollm2),
-        speculative_model=str(smollm2),
+        model=str(qwen),
+        speculative_model=str(qwen),
         policy="speccache",
         store=str(tmp_path_factory.mktemp("store")),
         engine_options={"max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 512 << 20},

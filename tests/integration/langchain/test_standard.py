@@ -37,8 +37,7 @@ class OurChatModel:
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        # Repeating itself, so small a model would never close its JSON.
-        return {"config": self.config, "model_kwargs": {"repetition_penalty": 1.2}}
+        return {"config": self.config, "timeout": 600, "max_tokens": 256}
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
@@ -46,15 +45,20 @@ class OurChatModel:
         return {"max_tokens": 256}
 
     @property
+    def has_tool_choice(self) -> bool:
+        return True
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
+
+    @property
     def supports_model_override(self) -> bool:
         # An engine serves the model that it loaded. A call that asks for another one is refused
         # (tests/unit/test_langchain_chat.py).
         return False
 
-    # Tools (has_tool_calling): `bind_tools` is absent, since nothing here reads tool calls out of an answer.
     # Images, audio, video, PDF (supports_*): off unless switched on; the models read text only.
-    # JSON without a schema (supports_json_mode): off unless switched on; its test wants a model that chooses the right
-    # keys by itself, and this one is too small for that.
 
 
 class TestUnit(OurChatModel, ChatModelUnitTests): ...

@@ -21,6 +21,8 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.types import PydanticProgramMode
+from llama_index.core.utils import get_tokenizer
+from llama_index.llms.speccache.counting import SAMPLE, window_in_llama_index_tokens
 from llama_index.llms.speccache.rendering import HasText, as_turns, bare_texts
 from llama_index.llms.speccache.responses import Answers, chat_response, completion_response
 from llama_index.llms.speccache.structured import GuidedLLM
@@ -108,10 +110,14 @@ class SpecCacheLLM(ToolCallingLLM, GuidedLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Facts that pipelines ask for. The context window is the engine's own, so asking starts the engine."""
+        """Facts that pipelines ask for. The context window is the engine's own, so asking starts the engine.
+
+        It is given in LlamaIndex's own tokens, for that is what prompts are packed by (`counting`).
+        """
         runtime = self.runtime
+        known = runtime.some_chunks(SAMPLE)
         return LLMMetadata(
-            context_window=runtime.max_model_len,
+            context_window=window_in_llama_index_tokens(runtime.max_model_len, known, get_tokenizer()),
             num_output=self.max_tokens or min(DEFAULT_NUM_OUTPUTS, runtime.max_model_len // 4),
             is_chat_model=self._is_chat,
             is_function_calling_model=ChatTemplate(runtime.tokenizer).knows_tools,

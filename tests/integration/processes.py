@@ -34,8 +34,7 @@ class Script:
                 text=True,
                 # Signals that a terminal would send go to the whole group.
                 start_new_session=True,
-                # vLLM kills a worker that needs longer to end; nothing here depends on the machine's speed.
-                env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "30"},
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
 
     @property

@@ -65,6 +65,8 @@ def test_close_ends_every_process_and_frees_shared_memory(tiny_folder: Path, tmp
         script.proceed()
         assert script.end() == 0
         _assert_no_complaint(script)
+        said = [line for line in script.errors.splitlines() if line.strip()]
+        assert len(said) <= 5, "a start, a request and an end say next to nothing"
 
 
 @pytest.mark.parametrize(("ending", "status", "last_word"), [("return", 0, ""), ("raise", 1, "a mistake of the user")])
@@ -115,5 +117,12 @@ def test_a_script_without_main_guard_is_told_so(tiny_folder: Path, tmp_path: Pat
 
 
 def _assert_no_complaint(script: Script) -> None:
-    for complaint in ("leaked", "never retrieved", "was never awaited", "Task was destroyed", "force killing"):
+    for complaint in (
+        "leaked",
+        "deprecated",
+        "never retrieved",
+        "was never awaited",
+        "Task was destroyed",
+        "force killing",
+    ):
         assert complaint not in script.errors

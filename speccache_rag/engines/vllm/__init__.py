@@ -7,6 +7,7 @@ from typing import Any
 
 from speccache_rag.engines.base import Engine
 from speccache_rag.engines.readers import AnswerReader, ReaderRequest
+from speccache_rag.engines.vllm.frontend.environment import vllm_environment
 from speccache_rag.engines.vllm.frontend.versions import check_version
 
 
@@ -18,9 +19,10 @@ def vllm_engine(model: Path, options: dict[str, Any], store: dict[str, Any]) -> 
         UnsupportedModel, ConfigurationError, EngineStartError: see their messages.
     """
     check_version()
-    from speccache_rag.engines.vllm.frontend.engine import VllmEngine
+    with vllm_environment():
+        from speccache_rag.engines.vllm.frontend.engine import VllmEngine
 
-    return VllmEngine(model, options, store)
+        return VllmEngine(model, options, store)
 
 
 def vllm_reader(request: ReaderRequest) -> AnswerReader:
@@ -31,6 +33,7 @@ def vllm_reader(request: ReaderRequest) -> AnswerReader:
         ConfigurationError: see `VllmReader`.
     """
     check_version()
-    from speccache_rag.engines.vllm.frontend.reader import VllmReader
+    with vllm_environment():
+        from speccache_rag.engines.vllm.frontend.reader import VllmReader
 
     return VllmReader(request)

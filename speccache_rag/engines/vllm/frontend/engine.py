@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import TokensPrompt
+from vllm.inputs import TokensInput, tokens_input
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -26,6 +26,7 @@ from speccache_rag.engines.reuse.deviation import check_layer
 from speccache_rag.engines.reuse.plan import ReusePlan, salt_of
 from speccache_rag.engines.reuse.selfcheck import probe_ids
 from speccache_rag.engines.vllm.frontend.capture_results import CaptureResults
+from speccache_rag.engines.vllm.frontend.environment import vllm_environment
 from speccache_rag.engines.vllm.frontend.options import engine_args, sampling_params
 from speccache_rag.engines.vllm.frontend.presence import Presence
 from speccache_rag.engines.vllm.frontend.start_errors import check_process, explained
@@ -83,6 +84,8 @@ class VllmEngine:
         self._loop = asyncio.get_running_loop()
         with explained():
             self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=not self._log_stats)
+        with explained(), vllm_environment():
+            self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
         try:
             await self._rpc("speccache_attach")
             ids = probe_ids(self._config.model_config.get_vocab_size(), self.facts.max_model_len)
@@ -116,6 +119,12 @@ class VllmEngine:
         """
         params = sampling_params(sampling, reuse_params(plan) if plan.stored else None)
         stream = self._alive().generate(_prompt(plan.token_ids, plan.salt), params, self._tag())
+        tag = self._tag()
+        prompt = tokens_input(list(plan.token_ids))
+        if plan.salt is not None:
+            prompt["cache_salt"] = plan.salt
+        carried = ReusePlan.of(plan, tag).to_params() if plan.stored else None
+        stream = self._alive().generate(prompt, sampling_params(sampling, carried), tag)
         try:
             with _vllm_errors():
                 async for output in stream:
@@ -207,6 +216,24 @@ class VllmEngine:
 
     async def _run_through(self, prompt: TokensPrompt, params: SamplingParams, tag: str) -> RequestOutput:
         """Run a request for what the worker does on its way. Returns its last output."""
+    async def _ask(self, neutral_plan: neutral.ReusePlan, inquiry: Inquiry) -> np.ndarray:
+        plan = ReusePlan.of(neutral_plan, self._tag(), inquiry)
+        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
+        request = tokens_input(list(neutral_plan.token_ids), cache_salt=plan.salt())
+        await self._run_through(request, params, plan.tag)
+        answer = await self._rpc("speccache_take_answer", plan.tag)
+        if answer is None:
+            raise EngineError(f"vLLM ended the inquiry {inquiry.kind} without an answer.")
+        return np.frombuffer(answer, dtype="<f4").copy()
+
+    async def _run_capture(self, plan: CapturePlan, token_ids: list[int]) -> None:
+        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
+        # A row that vLLM's prefix cache serves is never written again, and so could not be recorded.
+        params.skip_reading_prefix_cache = True
+        await self._run_through(tokens_input(token_ids), params, plan.tag)
+
+    async def _run_through(self, prompt: TokensInput, params: SamplingParams, tag: str) -> None:
+        """Run a request for what the worker does on its way; its text is not used."""
         with _vllm_errors():
             outputs = [output async for output in self._alive().generate(prompt, params, tag)]
         return outputs[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -60,7 +59,6 @@ def _options(
 
 def main() -> None:
     """Run the command line. Errors of this package end it with a message and code 2; any other shows its traceback."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the engine's log would drown the tables
     try:
         app()
     except SpecCacheError as error:

@@ -80,7 +80,7 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
     """The same options under our names: one `stop` text is a list of one, `max_tokens` -1 is None.
 
     Raises:
-        ConfigurationError: one option is given under two names, with two values.
+        ConfigurationError: one option is given under two names, with two values, or has no known shape.
     """
     found: dict[str, Any] = {}
     for name, value in options.items():
@@ -93,7 +93,27 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
             raise _twice(name, ours)
         if value is not None or ours not in found:
             found[ours] = value
-    return _with_logprobs(found)
+    return _with_logprobs(_with_schema(found))
+
+
+def _with_schema(options: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's `response_format`, as vLLM's guided decoding.
+
+    Raises:
+        ConfigurationError: it has no known shape.
+    """
+    form = options.pop("response_format", None)
+    match form:
+        case None | {"type": "text"}:
+            return options
+        case {"type": "json_object"}:
+            return {"structured_outputs": {"json_object": True}, **options}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"structured_outputs": {"json": schema}, **options}
+    raise ConfigurationError(
+        f"response_format is {form!r}.",
+        hint='Pass {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}.',
+    )
 
 
 def _with_logprobs(options: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,27 @@ def test_a_call_takes_them(make: Any, given: dict[str, Any], expected: dict[str,
     assert asked(make, {}, **given) == GREEDY | expected
 
 
+SCHEMA = {"type": "object", "properties": {"year": {"type": "integer"}}}
+
+
+@every_model
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"type": "json_object"}, {"structured_outputs": {"json_object": True}}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+            {"structured_outputs": {"json": SCHEMA}},
+        ),
+        ({"type": "text"}, {}),
+    ],
+)
+def test_openais_json_mode_is_guided_decoding(make: Any, form: Any, expected: dict[str, Any]) -> None:
+    assert asked(make, {}, response_format=form) == GREEDY | expected
+    with pytest.raises(ConfigurationError, match="response_format is 'json'"):
+        asked(make, {}, response_format="json")
+
+
 @every_model
 def test_one_stop_text_is_a_list_of_one(make: Any) -> None:
     assert asked(make, {"stop": "\n"})["stop"] == ["\n"]

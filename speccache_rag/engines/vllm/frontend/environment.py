@@ -12,6 +12,8 @@ DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     # vLLM's own 5 s are less than a worker needs to end on a busy machine, and one that is killed leaves shared memory.
     "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "60",
+    # vLLM looks at every name of torch's, old ones too.
+    "PYTHONWARNINGS": "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
 }
 """vLLM's own variables. What the user has set counts, here and in vLLM's processes."""
 

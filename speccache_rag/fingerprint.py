@@ -117,13 +117,12 @@ def _remembered() -> Path:
     return Path(cache).expanduser() / "speccache" / "file_hashes"
 
 
-def resolve_model(name: str, *, revision: str | None = None, with_code: bool = False) -> Path:
+def resolve_model(name: str, *, revision: str | None = None) -> Path:
     """The folder of a model: `name` itself where it is a local folder, else the hub id `name`, fetched or from cache.
 
     Args:
         name: a folder or a hub id.
         revision: of the hub id; a folder has none.
-        with_code: fetch code that comes with the model too.
 
     Raises:
         ConfigurationError: the folder lacks a file (the message says which), or the hub id cannot be fetched.
@@ -136,9 +135,8 @@ def resolve_model(name: str, *, revision: str | None = None, with_code: bool = F
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = [*_HUB_PATTERNS, *(["*.py"] if with_code else [])]
         ignored = ["*/*", "consolidated*"]
-        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
+        folder = snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=ignored)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"Model {name!r} is no local folder and could not be fetched from the hub: {error}",

@@ -58,9 +58,8 @@ class EngineHost:
         """The target model's folder."""
         with self._lock:
             if self._model is None:
-                options = self._config.engine_options
-                trusted = bool(options.get("trust_remote_code"))
-                self._model = resolve_model(self._config.model, revision=options.get("revision"), with_code=trusted)
+                revision = self._config.engine_options.get("revision")
+                self._model = resolve_model(self._config.model, revision=revision)
             return self._model
 
     @property
@@ -127,7 +126,7 @@ class EngineHost:
         with self._lock:
             if (name, layers) not in self._scorers:
                 trusted = bool(config.engine_options.get("trust_remote_code"))
-                folder = resolve_model(name, with_code=trusted)
+                folder = resolve_model(name)
                 self._scorers[name, layers] = SpeculativeScorer(folder, layers=layers, trust_remote_code=trusted)
             return self._scorers[name, layers]
 

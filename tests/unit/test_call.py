@@ -16,11 +16,12 @@ from speccache_rag.errors import ConfigurationError, PromptError, RequestTimeout
 from speccache_rag.plan.call import Call
 from speccache_rag.prompt.templates import ChatTemplate
 from speccache_rag.types import Completion, Delta, PrefillReport, Usage
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE as WITH_TOOLS
+from tests.tiny import tiny_tokenizer
 
-WITH_TOOLS = (
-    "{% if tools %}<|im_start|>system\nCall <tool_call>: {% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    "<|im_end|>\n{% endif %}" + CHAT_TEMPLATE
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WITH_THINKING = CHAT_TEMPLATE + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 ASKED = [{"role": "user", "content": "Who lit the fire?"}]

@@ -95,9 +95,7 @@ def test_a_revision_is_asked_of_the_hub(tiny_folder: Path, monkeypatch: pytest.M
 
     asked: dict[str, Any] = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: asked.update(kw) or str(tiny_folder))
-    assert resolve_model("org/model", revision="v2", with_code=True) == tiny_folder
+    assert resolve_model("org/model", revision="v2") == tiny_folder
     assert asked["revision"] == "v2"
-    assert "*.py" in asked["allow_patterns"]
     resolve_model("org/model")
     assert asked["revision"] is None
-    assert "*.py" not in asked["allow_patterns"]

@@ -61,7 +61,17 @@ class OurChatModel:
     # Images, audio, video, PDF (supports_*): off unless switched on; the models read text only.
 
 
-class TestUnit(OurChatModel, ChatModelUnitTests): ...
+class TestUnit(OurChatModel, ChatModelUnitTests):
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": "org/model"}  # what is written down names no folder of this run
+
+    @pytest.mark.xfail(
+        reason="LangChain's allowed_objects='all' means the classes of its own list. A list that names this one works "
+        "(tests/unit/test_langchain_chat.py)."
+    )
+    def test_serdes(self, model: BaseChatModel, snapshot: Any) -> None:
+        super().test_serdes(model, snapshot)
 
 
 class TestIntegration(OurChatModel, ChatModelIntegrationTests): ...

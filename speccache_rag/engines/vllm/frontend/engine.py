@@ -82,10 +82,8 @@ class VllmEngine:
             EngineStartError, UnsupportedModel, SelfCheckFailed: see their messages.
         """
         self._loop = asyncio.get_running_loop()
-        with explained():
-            self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=not self._log_stats)
         with explained(), vllm_environment():
-            self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
+            self._llm = AsyncLLM.from_vllm_config(self._config, disable_log_stats=not self._log_stats)
         try:
             await self._rpc("speccache_attach")
             ids = probe_ids(self._config.model_config.get_vocab_size(), self.facts.max_model_len)
@@ -119,12 +117,6 @@ class VllmEngine:
         """
         params = sampling_params(sampling, reuse_params(plan) if plan.stored else None)
         stream = self._alive().generate(_prompt(plan.token_ids, plan.salt), params, self._tag())
-        tag = self._tag()
-        prompt = tokens_input(list(plan.token_ids))
-        if plan.salt is not None:
-            prompt["cache_salt"] = plan.salt
-        carried = ReusePlan.of(plan, tag).to_params() if plan.stored else None
-        stream = self._alive().generate(prompt, sampling_params(sampling, carried), tag)
         try:
             with _vllm_errors():
                 async for output in stream:
@@ -214,26 +206,8 @@ class VllmEngine:
         params.skip_reading_prefix_cache = True
         await self._run_through(_prompt(token_ids, salt), params, plan.tag)
 
-    async def _run_through(self, prompt: TokensPrompt, params: SamplingParams, tag: str) -> RequestOutput:
+    async def _run_through(self, prompt: TokensInput, params: SamplingParams, tag: str) -> RequestOutput:
         """Run a request for what the worker does on its way. Returns its last output."""
-    async def _ask(self, neutral_plan: neutral.ReusePlan, inquiry: Inquiry) -> np.ndarray:
-        plan = ReusePlan.of(neutral_plan, self._tag(), inquiry)
-        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
-        request = tokens_input(list(neutral_plan.token_ids), cache_salt=plan.salt())
-        await self._run_through(request, params, plan.tag)
-        answer = await self._rpc("speccache_take_answer", plan.tag)
-        if answer is None:
-            raise EngineError(f"vLLM ended the inquiry {inquiry.kind} without an answer.")
-        return np.frombuffer(answer, dtype="<f4").copy()
-
-    async def _run_capture(self, plan: CapturePlan, token_ids: list[int]) -> None:
-        params = sampling_params({"max_tokens": 1, "temperature": 0.0}, plan.to_params())
-        # A row that vLLM's prefix cache serves is never written again, and so could not be recorded.
-        params.skip_reading_prefix_cache = True
-        await self._run_through(tokens_input(token_ids), params, plan.tag)
-
-    async def _run_through(self, prompt: TokensInput, params: SamplingParams, tag: str) -> None:
-        """Run a request for what the worker does on its way; its text is not used."""
         with _vllm_errors():
             outputs = [output async for output in self._alive().generate(prompt, params, tag)]
         return outputs[-1]
@@ -258,11 +232,9 @@ class VllmEngine:
         return ReuseOutcome(**{**found, "missed_keys": tuple(found["missed_keys"])})
 
 
-def _prompt(token_ids: Sequence[int], salt: str | None) -> TokensPrompt:
-    prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-    if salt is not None:
-        prompt["cache_salt"] = salt
-    return prompt
+def _prompt(token_ids: Sequence[int], salt: str | None) -> TokensInput:
+    """A prompt in the shape that vLLM's own renderer gives it."""
+    return tokens_input(list(token_ids), cache_salt=salt)
 
 
 @contextmanager

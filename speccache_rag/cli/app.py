@@ -18,8 +18,8 @@ from speccache_rag.cli.evaluate import evaluate
 from speccache_rag.cli.explain import explain
 from speccache_rag.cli.options import DEFAULT_STORE
 from speccache_rag.cli.report import report
-from speccache_rag.cli.tune import tune
 from speccache_rag.cli.spoken import as_flags
+from speccache_rag.cli.tune import tune
 from speccache_rag.cli.warm import warm
 from speccache_rag.errors import SpecCacheError
 

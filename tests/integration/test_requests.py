@@ -292,36 +292,28 @@ def test_preempted_requests_give_the_answers_they_give_alone(cramped: SpecCache)
 
 
 def _count_fills(half: Any) -> None:
-    """Note the request of every job; one that was preempted has two."""
-    half.filled, fill = [], half.reuse
+    """Note the request of every fill; one that was preempted has two."""
+    half.filled, step = [], half._fills.step
 
-    def counting(job: Any) -> None:
-        half.filled.append(job.request_id)
-        fill(job)
+    def counting(starts: Any, slices: Any, dropped: Any) -> None:
+        half.filled += [order.request_id for order in starts]
+        step(starts, slices, dropped)
 
-    half.reuse = counting
+    half._fills.step = counting
 
 
 def test_requests_that_nobody_waits_for_leave_nothing_in_the_worker(cramped: SpecCache) -> None:
-    def bound_outcomes(half: Any) -> None:
-        import sys
-
-        sys.modules[type(half).__module__].KEPT_OUTCOMES = 4  # type: ignore[attr-defined]
-
     def left(half: Any) -> list[int]:
-        return [len(half._captures), len(half._results), len(half._outcomes)]
+        return [len(half._fills._fills), len(half._captures._buffers), len(half._captures._results)]
 
     cramped.warm(CHUNKS, show_progress=False)
-    _in_worker(cramped, bound_outcomes)
     before = _in_worker(cramped, left)
     for order in itertools.permutations(CHUNKS):
         with closing(cramped.stream(prompt_of(order), max_tokens=300, **GREEDY)) as stream:
             next(stream)
     assert wait_until(lambda: _idle(cramped), seconds=10)
     cramped.generate("One more step takes the news to the worker.", max_tokens=2)
-    captures, results, outcomes = _in_worker(cramped, left)
-    assert (captures, results) == (0, before[1])
-    assert outcomes == 4, "six outcomes that nobody asked for are dropped beyond the limit"
+    assert _in_worker(cramped, left) == [0, 0, before[2]]
 
 
 def test_a_dead_worker_is_an_error_and_no_endless_wait(cramped: SpecCache) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from speccache_rag import SpecCache
+from speccache_rag.engines.reuse.plan import ReusePlan
 from tests.conftest import tiny_engine_options
+from tests.parity.cases import Case, Layout, tokens
 from tests.parity.engines import CHUNKS, ask, assert_same, difference
+from tests.parity.fills import assert_a_decode_beside_fills_is_the_decode_alone
 from tests.parity.laws import (
     THREE,
     assert_a_chunk_at_its_place_is_plain_prefill,
@@ -50,3 +54,11 @@ def test_layer_0_kv_equals_plain_prefill_under_any_policy(compiled: SpecCache, p
 
 def test_one_chunk_at_its_captured_position_equals_plain_prefill(compiled: SpecCache) -> None:
     assert_a_chunk_at_its_place_is_plain_prefill(compiled)
+
+
+def test_a_decode_beside_fills_is_the_decode_alone(compiled: SpecCache) -> None:
+    """The step's hidden states become logits after the fill: nothing of it may be written where they live."""
+    rng = np.random.default_rng(3)
+    assert_a_decode_beside_fills_is_the_decode_alone(
+        compiled, ReusePlan(tokens(rng, 40)), [Case(compiled, Layout((63, 40), 0.4, seed)).plan for seed in (1, 2, 3)]
+    )

@@ -15,6 +15,7 @@ from speccache_rag.errors import ConfigurationError
 
 Scoring = Literal["online", "cached"]
 KvDtype = Literal["auto", "fp8", "int8"]
+Admission = Literal["warm", "first", "second"]
 
 
 class SpecCacheConfig(BaseModel):
@@ -57,6 +58,10 @@ class SpecCacheConfig(BaseModel):
     store_secret_file: str | None = Field(
         default=None,
         description="File with a secret that keys the checksums: who does not know it cannot plant KV in the store.",
+    )
+    admission: Admission = Field(
+        default="second",
+        description="Which miss of a chunk has its KV captured: the 'first', the 'second', or none ('warm').",
     )
     tenant: str | None = Field(default=None, description="Chunks of one tenant are invisible to every other.")
     anchor: str | None = Field(

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.chunks.recapture import Recaptures
-from speccache_rag.chunks.warming import plan_warm, warm_chunks
+from speccache_rag.chunks.warming import only_texts, plan_warm, warm_chunks, whole_report
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.engines.base import Followed, FollowingEngine
 from speccache_rag.errors import ConfigurationError, EngineClosed, SpecCacheError
@@ -71,7 +71,7 @@ class SpecCache:
         self._models = ScoringModels(host, self.config)
         self._planner = Planner(host, self.config, policy, self._models)
         self._counters = Counters()
-        self._recaptures = Recaptures(self._capture, self._counters.add_recapture)
+        self._recaptures = Recaptures(self._capture, self._counters.add_recapture, self.config.admission)
         self._lock = threading.Lock()
 
     @classmethod
@@ -130,15 +130,27 @@ class SpecCache:
 
     # Warm.
 
-    def warm(self, texts: Iterable[str], show_progress: bool = True) -> WarmReport:
+    def warm(
+        self, texts: Iterable[str], show_progress: bool = True, *, skip_bad: bool = False, pin: bool = False
+    ) -> WarmReport:
         """Compute and keep each text's KV (and scores). Skips what is kept already; an interrupted run can be resumed.
+
+        Args:
+            texts: of chunks, as prompts will hold them.
+            show_progress: whether to show a bar.
+            skip_bad: leave out texts that cannot be chunks and name them in the report, instead of raising an error.
+            pin: never evict these chunks from disk.
 
         Raises:
             EmptyChunk, ChunkTooLong: before any work, if a text cannot be a chunk.
+            ConfigurationError: chunks are to be pinned, and there is no store on disk.
             StoreUnavailable: KV could not be written; what was written stays.
         """
         host, library = self._open(), self._library
-        chunks, n_texts = plan_warm(library, texts)
+        planned = plan_warm(library, texts, skip_bad=skip_bad)
+        chunks = planned.chunks
+        if pin:
+            host.inventory.pin([chunk.key for chunk in chunks])
         scorer = host.scorer(self.config)
         speculative = WarmReport()
         with tqdm(total=len(chunks), desc="warm", unit="chunk", disable=not show_progress) as bar:
@@ -146,17 +158,29 @@ class SpecCache:
         if self._planner.policy.needs_speculative_kv:
             with tqdm(total=len(chunks), desc="warm speculative", unit="chunk", disable=not show_progress) as bar:
                 speculative = self._models.warm([chunk.text for chunk in chunks], bar.update)
-        return replace(
-            report,
-            n_texts=n_texts,
-            n_skipped=n_texts - report.n_captured,
-            speculative_bytes=speculative.captured_bytes,
-            seconds=report.seconds + speculative.seconds,
-        )
+        return whole_report(planned, report, speculative)
 
-    async def awarm(self, texts: Iterable[str], show_progress: bool = True) -> WarmReport:
+    async def awarm(
+        self, texts: Iterable[str], show_progress: bool = True, *, skip_bad: bool = False, pin: bool = False
+    ) -> WarmReport:
         """`warm` for an event loop."""
-        return await asyncio.to_thread(self.warm, texts, show_progress)
+        return await asyncio.to_thread(self.warm, texts, show_progress, skip_bad=skip_bad, pin=pin)
+
+    def forget(self, texts_or_keys: Iterable[str]) -> int:
+        """Leave neither text nor scores nor KV of these chunks in the store; how many were known.
+
+        Chunks of this tenant are forgotten, whatever model they were captured by; other processes match them no more.
+
+        Raises:
+            PromptError: one text was given instead of several, or something that is no text.
+            StoreUnavailable: the store cannot be written.
+        """
+        host = self._open()
+        keys = host.inventory.keys_of(only_texts(texts_or_keys), self.config.tenant or "")
+        host.inventory.forget(keys)
+        if host.running:
+            host.loop.run(host.engine.forget(keys))
+        return len(keys)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Tell which chunks a prompt will soon hold, typically what a retriever just returned. Returns at once.

@@ -258,6 +258,14 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class BadText:
+    """A text that cannot be a chunk: its place among those given, and why."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WarmReport:
     """What a warm run did."""
 
@@ -269,6 +277,10 @@ class WarmReport:
     captured_bytes: int = 0
     speculative_bytes: int = 0
     """KV that the speculative model keeps for itself, beside the target's; only some policies need it."""
+    n_held: int = 0
+    """Distinct chunks of the input whose KV the store holds at the end: not all where its budget is less."""
+    bad: tuple[BadText, ...] = ()
+    """Texts that were skipped because they cannot be chunks."""
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:

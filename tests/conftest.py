@@ -88,6 +88,7 @@ def sc(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         speculative_model=str(tiny_folder),
         policy="speccache",
         store=str(tmp_path_factory.mktemp("store")),
+        admission="first",
         ram_bytes=1,  # nothing stays in RAM: what a test does to the files is seen
         engine_options=tiny_engine_options(),
     ) as running:
@@ -105,6 +106,7 @@ def tsc(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         policy="speccache",
         engine="transformers",
         store=str(tmp_path_factory.mktemp("store")),
+        admission="first",
         ram_bytes=1,
         engine_options={"device": "cpu", "dtype": "float32", "max_model_len": 1024},
     ) as running:

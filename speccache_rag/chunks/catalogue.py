@@ -148,21 +148,24 @@ class Catalogue:
                 return
             last = rows[-1][0]
 
-    def keys_of(self, texts: Iterable[str]) -> list[ChunkKey]:
-        """The keys of these texts, stripped, in every namespace."""
+    def keys_of(self, names: Iterable[str], tenant: str | None = None) -> list[ChunkKey]:
+        """The keys of chunks that are named by text or by key, in every namespace.
+
+        Args:
+            names: whole texts, or keys.
+            tenant: whose chunks; "" is nobody's, None everybody's.
+        """
         keys: list[ChunkKey] = []
         with self._database.transaction(write=False) as connection:
-            namespaces = [namespace for (namespace,) in connection.execute("SELECT id FROM namespaces")]
-            for text in map(str.strip, texts):
+            about = connection.execute("SELECT id, about FROM namespaces").fetchall()
+            namespaces = [number for number, facts in about if tenant in (None, json.loads(facts).get("tenant", ""))]
+            for name in map(str.strip, names):
                 for namespace in namespaces:
-                    keys += [
-                        ChunkKey(key)
-                        for (key,) in connection.execute(
-                            "SELECT key FROM chunks WHERE namespace = ? AND anchor = ? AND text = ?",
-                            (namespace, anchor_of(text), text),
-                        )
-                    ]
-        return keys
+                    keys += connection.execute(
+                        "SELECT key FROM chunks WHERE namespace = ? AND (key = ? OR anchor = ? AND text = ?)",
+                        (namespace, name, anchor_of(name), name),
+                    )
+        return list(dict.fromkeys(ChunkKey(key) for (key,) in keys))
 
     def count(self, namespace_digest: str) -> int:
         """How many chunks a namespace has."""

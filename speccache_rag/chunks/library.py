@@ -21,7 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkLibrary:
-    """Index and catalogue of one namespace. Thread-safe; shared by everything that serves the same model and tenant."""
+    """Index and catalogue of one namespace. Thread-safe; shared by everything that serves the same model and tenant.
+
+    Args:
+        tokenizer: the target model's.
+        namespace: what the chunks' KV depends on.
+        catalogue: where they are noted.
+        anchor: the text they are captured behind.
+        max_model_len: in tokens.
+        model: the model's name, for people who look into the store.
+    """
 
     def __init__(
         self,
@@ -30,12 +39,15 @@ class ChunkLibrary:
         catalogue: Catalogue,
         anchor: str,
         max_model_len: int,
+        model: str = "",
     ) -> None:
         self.namespace = namespace
         self.anchor = anchor
         self._tokenizer = tokenizer
         self._catalogue = catalogue
         self._max_model_len = max_model_len
+        about = {"model": model, "tenant": namespace.tenant or "", "dtype": namespace.dtype}
+        catalogue.describe(namespace.digest, about)
         self._index = ChunkIndex(catalogue, namespace.digest)
         self.escaped = EscapedChunks(self.match)
 

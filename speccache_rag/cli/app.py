@@ -16,6 +16,7 @@ from speccache_rag.cli.demo.command import demo
 from speccache_rag.cli.doctor import doctor
 from speccache_rag.cli.evaluate import evaluate
 from speccache_rag.cli.explain import explain
+from speccache_rag.cli.inventory import check, forget, gc, inspect
 from speccache_rag.cli.options import DEFAULT_STORE
 from speccache_rag.cli.report import report
 from speccache_rag.cli.spoken import as_flags
@@ -34,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, warm, ask, explain, doctor):
+for command in (demo, warm, ask, explain, inspect, forget, gc, check, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command()(report)

@@ -130,7 +130,10 @@ class Engine(Protocol):
     async def capture(self, request: CaptureRequest) -> CaptureResult:
         """Compute and store one chunk's KV; callers run many at once, the engine batches them.
 
+        It is background work: whoever waits for an answer goes first.
+
         Raises:
+            StoreBusy: too much waits to be written; trying again later is right.
             StoreUnavailable: the KV could not be written.
         """
         ...
@@ -159,6 +162,18 @@ class Engine(Protocol):
         """bool [len(keys)]: whose KV is in the store. Any thread may call; it does not wait.
 
         May err: a chunk that is not there after all is missed when it is loaded, and its tokens are computed.
+        """
+        ...
+
+    async def stored(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+        """bool [len(keys)]: whose KV is in the store; asks where it is kept, so that it does not err."""
+        ...
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """Drop the KV of chunks, from memory too.
+
+        Raises:
+            StoreUnavailable: the store cannot be written.
         """
         ...
 

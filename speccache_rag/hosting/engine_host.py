@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from speccache_rag.chunks.catalogue import Catalogue
+from speccache_rag.chunks.inventory import Inventory
 from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.engines import ENGINES
@@ -23,7 +24,7 @@ from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.scoring.layers import LayerRange
 from speccache_rag.store.base import Namespace
-from speccache_rag.store.factory import OPTIONS, store_options
+from speccache_rag.store.factory import OPTIONS, build_disk, store_options
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._loop: LoopThread | None = None
         self._catalogue: Catalogue | None = None
+        self._inventory: Inventory | None = None
         self._libraries: dict[tuple[str | None, str | None, str], ChunkLibrary] = {}
         self._scorers: dict[tuple[str, LayerRange], SpeculativeScorer] = {}
         self._shared: dict[str, Any] = {}
@@ -108,9 +110,25 @@ class EngineHost:
                 namespace = Namespace(
                     facts.fingerprint, facts.dtype, facts.rope, anchor_ids, config.tenant, config.kv_dtype
                 )
-                library = ChunkLibrary(self.tokenizer, namespace, self._open_catalogue(), anchor, facts.max_model_len)
+                library = ChunkLibrary(
+                    self.tokenizer,
+                    namespace,
+                    self._open_catalogue(),
+                    anchor,
+                    facts.max_model_len,
+                    self._config.model,
+                )
                 self._libraries[key] = library
             return library
+
+    @property
+    def inventory(self) -> Inventory:
+        """What is known and stored on disk; starts no engine."""
+        with self._lock:
+            if self._inventory is None:
+                options = {name: value for name, value in store_options(self._config).items() if name != "ram_bytes"}
+                self._inventory = Inventory(self._open_catalogue(), build_disk(**options))
+            return self._inventory
 
     def _open_catalogue(self) -> Catalogue:
         if self._catalogue is None:
@@ -151,12 +169,15 @@ class EngineHost:
     def _stop(self) -> None:
         with self._lock:
             engine, loop, catalogue = self._engine, self._loop, self._catalogue
-            self._engine = self._loop = self._catalogue = None
+            inventory = self._inventory
+            self._engine = self._loop = self._catalogue = self._inventory = None
             self._libraries.clear()
         # Outside the lock: work that is being cancelled may be waiting for it.
         if engine is not None and loop is not None:
             loop.run(_close(engine))
             loop.stop()
+        if inventory is not None:
+            inventory.close()
         if catalogue is not None:
             catalogue.close()
 

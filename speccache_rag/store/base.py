@@ -168,6 +168,10 @@ class ChunkStore(ABC):
     def delete(self, key: ChunkKey) -> bool:
         """Remove a chunk; False where it was not present."""
 
+    def delete_many(self, keys: Sequence[ChunkKey]) -> int:
+        """Remove chunks; how many were present."""
+        return sum(self.delete(key) for key in keys)
+
     @abstractmethod
     def keys(self) -> Iterator[ChunkKey]:
         """The keys present, in no order."""

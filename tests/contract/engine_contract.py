@@ -76,6 +76,16 @@ class EngineContract:
         assert (found.dtype, found.tolist()) == (np.dtype(bool), [False, True])
         assert running.engine.present([]).shape == (0,)
 
+    def test_what_is_forgotten_is_not_held(self, running: Running) -> None:
+        kept, gone = make_chunk(31), make_chunk(32)
+        keys = [kept.key, gone.key, make_chunk(33).key]
+        for chunk in (kept, gone):
+            running.capture(chunk)
+        assert running.loop.run(running.engine.stored(keys)).tolist() == [True, True, False]
+        running.loop.run(running.engine.forget([gone.key, make_chunk(33).key]))
+        assert running.loop.run(running.engine.stored(keys)).tolist() == [True, False, False]
+        assert running.engine.present(keys).tolist() == [True, False, False]
+
     def test_presence_and_prefetch_are_for_any_thread_and_do_not_wait(self, running: Running) -> None:
         chunk = make_chunk(3)
         running.capture(chunk)

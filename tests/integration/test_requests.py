@@ -223,7 +223,13 @@ def cramped(tiny_folder: Path) -> Iterator[SpecCache]:
     with pytest.MonkeyPatch.context() as patch:
         # Lets tests look into the worker process (see `_in_worker`).
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-        with SpecCache(model=str(tiny_folder), policy="full_reuse", ram_bytes=RAM_BYTES, engine_options=options) as sc:
+        with SpecCache(
+            model=str(tiny_folder),
+            policy="full_reuse",
+            admission="first",
+            ram_bytes=RAM_BYTES,
+            engine_options=options,
+        ) as sc:
             assert os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
             yield sc.start()
 

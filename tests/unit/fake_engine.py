@@ -105,6 +105,13 @@ class FakeEngine:
     def present(self, keys: Sequence[ChunkKey]) -> np.ndarray:
         return np.array([key in self.held for key in keys], dtype=bool)
 
+    async def stored(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+        return self.present(keys)
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        self._check()
+        self.held.difference_update(keys)
+
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         self._check()
         self.prefetched += keys

@@ -73,9 +73,10 @@ def test_options_not_given_keep_their_defaults_and_the_store_is_on_disk(runtime:
     assert runtime.config == SpecCacheConfig(model="big", store=store)
 
 
-def test_every_field_of_the_configuration_is_an_option_of_every_command() -> None:
+def test_every_field_of_the_configuration_is_an_option_of_every_command_that_runs_a_model() -> None:
     commands = dict(get_command(app).commands)
-    del commands["report"]  # reads a folder, runs no model
+    for name in ("report", "inspect", "forget", "gc", "check"):  # read a folder, run no model
+        del commands[name]
     commands |= commands.pop("bench").commands
     for name, command in commands.items():
         assert set(SpecCacheConfig.model_fields) <= {parameter.name for parameter in command.params}, name

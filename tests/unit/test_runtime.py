@@ -80,7 +80,7 @@ def test_prefetched_texts_wait_for_the_engine(maker: Maker, config: SpecCacheCon
 def test_a_text_that_was_prefetched_only_is_captured_after_its_first_prompt(
     maker: Maker, config: SpecCacheConfig
 ) -> None:
-    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+    with SpecCache.from_config(changed(config, policy="full_reuse", admission="first")) as sc:
         sc.start().prefetch(iter([A]))
         wait_until(lambda: sc.stats()["known_chunks"] == 1)
         assert maker.made[0].captured == []

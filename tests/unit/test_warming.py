@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from speccache_rag.chunks import warming
 from speccache_rag.chunks.catalogue import Catalogue
 from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.chunks.warming import IN_FLIGHT, plan_warm, warm_chunks
 from speccache_rag.engines.base import CaptureRequest
-from speccache_rag.errors import ChunkTooLong, ConfigurationError, EmptyChunk, StoreUnavailable
+from speccache_rag.errors import (
+    ChunkTooLong,
+    ConfigurationError,
+    EmptyChunk,
+    PromptError,
+    StoreBusy,
+    StoreUnavailable,
+)
 from speccache_rag.prompt.tokenizer import PromptTokenizer
 from speccache_rag.types import WarmReport
 from tests.unit.fake_engine import BYTES_PER_TOKEN, FakeEngine, FakeScorer, make_library
@@ -47,7 +55,7 @@ async def warm(
     engine: FakeEngine, library: ChunkLibrary, texts: list[str], scorer: FakeScorer | None = None, **more: Any
 ) -> WarmReport:
     like: Any = scorer
-    return await warm_chunks(engine, library, like, plan_warm(library, texts)[0], **more)
+    return await warm_chunks(engine, library, like, plan_warm(library, texts).chunks, **more)
 
 
 def known(library: ChunkLibrary, texts: list[str]) -> list[bool]:
@@ -57,11 +65,58 @@ def known(library: ChunkLibrary, texts: list[str]) -> list[bool]:
 # Planning.
 
 
+BAD = ["", " \n\n", "\x0c", "a\ud835b", "too long " * 2000]
+
+
+def test_a_bad_text_is_named_by_its_place(library: ChunkLibrary) -> None:
+    for bad in BAD:
+        with pytest.raises(PromptError, match="^Text 1: "):
+            plan_warm(library, [TEXTS[0], bad])
+
+
+def test_bad_texts_are_skipped_and_named(library: ChunkLibrary) -> None:
+    planned = plan_warm(library, [TEXTS[0], *BAD, TEXTS[1]], skip_bad=True)
+    assert [chunk.text for chunk in planned.chunks] == TEXTS[:2]
+    assert [bad.index for bad in planned.bad] == [1, 2, 3, 4, 5]
+    assert all(bad.reason for bad in planned.bad)
+    assert planned.n_texts == 7
+
+
+async def test_a_full_queue_is_waited_for(
+    engine: FakeEngine, library: ChunkLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warming, "BUSY_S", 0.001)
+    capture, refused = engine.capture, set[str]()
+
+    async def busy_once(request: CaptureRequest) -> Any:
+        if request.chunk.key not in refused:
+            refused.add(request.chunk.key)
+            raise StoreBusy("The queue is full.")
+        return await capture(request)
+
+    monkeypatch.setattr(engine, "capture", busy_once)
+    report = await warm(engine, library, TEXTS)
+    assert (report.n_captured, report.n_held, len(refused)) == (5, 5, 5)
+
+
+async def test_the_report_says_what_is_held(engine: FakeEngine, library: ChunkLibrary) -> None:
+    capture = engine.capture
+
+    async def into_a_small_store(request: CaptureRequest) -> Any:
+        result = await capture(request)
+        engine.held = {request.chunk.key}
+        return result
+
+    engine.capture = into_a_small_store  # type: ignore[method-assign]
+    report = await warm(engine, library, TEXTS)
+    assert (report.n_captured, report.n_held) == (5, 1)
+
+
 def test_repeated_texts_are_one_chunk(library: ChunkLibrary) -> None:
     texts = [TEXTS[0], TEXTS[1], f"  {TEXTS[0]}\n", TEXTS[0]]
-    chunks, n_texts = plan_warm(library, iter(texts))
-    assert [chunk.text for chunk in chunks] == TEXTS[:2]
-    assert n_texts == 4
+    planned = plan_warm(library, iter(texts))
+    assert [chunk.text for chunk in planned.chunks] == TEXTS[:2]
+    assert planned.n_texts == 4
 
 
 @pytest.mark.parametrize("empty", ["", "  \n\t "])
@@ -73,7 +128,7 @@ def test_an_empty_text_is_refused(library: ChunkLibrary, empty: str) -> None:
 def test_a_chunk_must_fit_in_the_context_with_anchor_and_one_new_token(tokenizer: PromptTokenizer) -> None:
     n_tokens = len(tokenizer.chunk_tokens(TEXTS[0])[0])
     fits = len(tokenizer.encode(tokenizer.header())) + n_tokens + 1
-    assert len(plan_warm(make_library(tokenizer, max_model_len=fits), TEXTS[:1])[0]) == 1
+    assert len(plan_warm(make_library(tokenizer, max_model_len=fits), TEXTS[:1]).chunks) == 1
     with pytest.raises(ChunkTooLong) as caught:
         plan_warm(make_library(tokenizer, max_model_len=fits - 1), TEXTS[:1])
     for part in (f"{n_tokens} tokens", f"at most {n_tokens - 1} fit", f"context of {fits - 1}", TEXTS[0][:20]):

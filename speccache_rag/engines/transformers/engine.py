@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache
 
 from speccache_rag.engines.base import CaptureRequest, CaptureResult, EngineDelta, Followed, ModelFacts
 from speccache_rag.engines.reuse.deviation import check_layer
@@ -22,25 +23,30 @@ from speccache_rag.engines.transformers.generation import Generation
 from speccache_rag.engines.transformers.header import Header
 from speccache_rag.engines.transformers.kv_deviation import kv_deviation
 from speccache_rag.engines.transformers.model import TargetModel
+from speccache_rag.engines.transformers.model_thread import ModelThread
 from speccache_rag.engines.transformers.options import EngineOptions, checked, resolve_device
 from speccache_rag.engines.transformers.query_attention import query_attention
 from speccache_rag.engines.transformers.sampling import SamplingOptions
 from speccache_rag.engines.transformers.selfcheck import self_check
 from speccache_rag.engines.transformers.support import check_config
-from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError
+from speccache_rag.errors import ConfigurationError, EngineClosed, EngineStartError, StoreBusy, StoreError
 from speccache_rag.prompt.loading import load_tokenizer, remote_code_error
 from speccache_rag.scoring.questions import KVDeviation, TargetQuestion
 from speccache_rag.store.factory import build_store
-from speccache_rag.types import ChunkKey
+from speccache_rag.types import ChunkKey, ChunkKV
 
 T = TypeVar("T")
+
+SLICE, SLICE_BESIDE_ANSWERS = 128, 16
+"""Tokens of a capture computed at once: what a request that arrives, or an answer's next token, waits for."""
 
 
 class TransformersEngine:
     """`Engine` over a Transformers causal language model.
 
-    All model work runs on one thread, one step at a time: a prefill, a token, a capture. The event loop stays free, and
-    requests that run together take turns, a token each; they are not batched. It has no prefix cache of its own.
+    All model work runs on one thread, one step at a time: a prefill, a token, a slice of a capture. The event loop
+    stays free, and requests that run together take turns, a token each; they are not batched. Captures run in slices,
+    between tokens. It has no prefix cache of its own.
 
     Chunk KV is a property of model, dtype, RoPE, anchor and tokens, not of who computed it: keys are the vLLM engine's,
     and a store warmed by one engine serves the other.
@@ -70,7 +76,8 @@ class TransformersEngine:
         self._dtype = _dtype(self._options, config)
         self.facts = _facts(model, config, self._dtype, _max_model_len(self._options, config))
         self._store = build_store(store)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="speccache-transformers")
+        self._thread = ModelThread("speccache-transformers")
+        self._answering = 0
         self._header = Header()
         self._target: TargetModel | None = None
         self._closed = False
@@ -106,15 +113,37 @@ class TransformersEngine:
         Raises:
             StoreUnavailable: it could not be written.
         """
-        target = self._alive()
+        target, chunk, n_anchor = self._alive(), request.chunk, len(request.anchor_ids)
+        token_ids = [*request.anchor_ids, *chunk.token_ids]
+        cache = DynamicCache()
+        at = 0
+        while at < len(token_ids):
+            width = SLICE_BESIDE_ANSWERS if self._answering else SLICE
+            piece, start = token_ids[at : at + width], at
+            await self._run(functools.partial(target.extend, piece, start, cache), background=True)
+            at += len(piece)
+        kv = await self._run(lambda: chunk_kv(cache, chunk.token_ids, start=n_anchor), background=True)
+        return CaptureResult(chunk.key, chunk.n_tokens, await self._stored(chunk.key, kv))
 
-        def compute() -> CaptureResult:
-            chunk, anchor = request.chunk, request.anchor_ids
-            cache, _ = target.prefill([*anchor, *chunk.token_ids])
-            stored = self._store.put(chunk.key, chunk_kv(cache, chunk.token_ids, start=len(anchor)))
-            return CaptureResult(chunk.key, chunk.n_tokens, stored)
+    async def _stored(self, key: ChunkKey, kv: ChunkKV) -> int:
+        """The stored size of KV that the store's own threads write."""
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[int | StoreError] = loop.create_future()
 
-        return await self._run(compute)
+        def settle(result: int | StoreError) -> None:
+            if not told.done():  # nobody waits any more
+                told.set_result(result)
+
+        def done(result: int | StoreError) -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(settle, result)
+
+        if not self._store.put_soon(key, kv, done):
+            raise StoreBusy(f"Chunk {key[:12]} was dropped: too many captures wait to be written.")
+        result = await told
+        if isinstance(result, StoreError):
+            raise result
+        return result
 
     async def generate(self, plan: ReusePlan, sampling: Mapping[str, Any]) -> AsyncGenerator[EngineDelta, None]:
         """Serve a prompt as planned; closing the iterator ends the work with the step that runs.
@@ -126,10 +155,14 @@ class TransformersEngine:
         options = checked(SamplingOptions, "sampling", sampling)
         generation = Generation(self._alive(), self._store, plan, options)
         finished = False
-        while not finished:
-            delta = await self._run(generation.step)
-            finished = delta.finished
-            yield delta
+        self._answering += 1
+        try:
+            while not finished:
+                delta = await self._run(generation.step)
+                finished = delta.finished
+                yield delta
+        finally:
+            self._answering -= 1
 
     async def follow(
         self,
@@ -161,6 +194,18 @@ class TransformersEngine:
         """bool [len(keys)]: whose KV is in the store."""
         return np.array([self._store.contains(key) for key in keys], dtype=bool)
 
+    async def stored(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+        """bool [len(keys)]: whose KV is in the store."""
+        return await asyncio.to_thread(self.present, keys)
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """Drop the KV of chunks.
+
+        Raises:
+            StoreUnavailable: the store cannot be written.
+        """
+        await asyncio.to_thread(self._store.delete_many, keys)
+
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to read stored KV into memory, on threads of the store."""
         self._alive()
@@ -181,7 +226,7 @@ class TransformersEngine:
             self._thread.submit(self._store.close)
         except RuntimeError:  # at the interpreter's end, which joins such threads before it calls anybody
             self._store.close()
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown()
 
     # Helpers.
 
@@ -190,10 +235,10 @@ class TransformersEngine:
             raise EngineClosed("The engine was closed." if self._closed else "The engine was not started.")
         return self._target
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[], T], *, background: bool = False) -> T:
         if self._closed:
             raise EngineClosed("The engine was closed.")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.wrap_future(self._thread.submit(work, background=background))
 
 
 def _dtype(options: EngineOptions, config: Any) -> torch.dtype:

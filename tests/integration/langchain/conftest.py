@@ -18,6 +18,7 @@ def config(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spe
         speculative_model=str(qwen),
         policy="speccache",
         store=str(tmp_path_factory.mktemp("store")),
+        admission="first",
         engine_options={"max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 512 << 20},
     )
     runtime = SpecCache.shared(config)  # a user of the engine until the end

@@ -24,6 +24,7 @@ def runtime(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         policy="speccache",
         engine="transformers",
         store=str(tmp_path_factory.mktemp("store")),
+        admission="first",
         engine_options={"device": "cpu", "dtype": "float32", "max_model_len": 4096},
     ) as running:
         running.warm(CHUNKS.values(), show_progress=False)

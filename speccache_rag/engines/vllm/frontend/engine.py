@@ -149,6 +149,19 @@ class VllmEngine:
         """bool [len(keys)]: whose KV is in the store, as far as this process knows. Any thread may ask."""
         return self._presence.of(keys)
 
+    async def stored(self, keys: Sequence[ChunkKey]) -> np.ndarray:
+        """bool [len(keys)]: whose KV is in the store."""
+        return np.array(await self._rpc("speccache_present", list(keys)), dtype=bool)
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """Drop the KV of chunks, from the worker's memory too.
+
+        Raises:
+            StoreUnavailable: the store cannot be written.
+        """
+        self._held.difference_update(keys)
+        _raise(await self._rpc("speccache_forget", list(keys)))
+
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to read stored KV into the worker's memory. Returns at once; any thread may call."""
         assert self._loop is not None

@@ -52,6 +52,14 @@ class SpecCacheExtension:
         ended = self._speccache().captures.take(tags)
         return {tag: r.to_dict() if isinstance(r, SpecCacheError) else r for tag, r in ended.items()}
 
+    def speccache_forget(self, keys: list[str]) -> dict[str, str] | None:
+        """Remove chunks from the worker's store; an error or None."""
+        try:
+            self._speccache().store.delete_many([ChunkKey(key) for key in keys])
+        except SpecCacheError as error:
+            return error.to_dict()
+        return None
+
     def speccache_prefetch(self, keys: list[str]) -> None:
         """Begin to read stored chunks into memory."""
         self._speccache().store.request([ChunkKey(key) for key in keys])

@@ -89,11 +89,13 @@ class SpecCacheModel(BaseModel):
     def warm(self, chunks: Iterable[Document | str], *, show_progress: bool = True) -> WarmReport:
         """Compute and store the KV of documents or texts; what is stored already is skipped.
 
+        Texts that cannot be chunks (blank, longer than the context) are skipped too, and named in the report and a
+        warning.
+
         Raises:
-            PromptError: a text is empty or longer than the context.
             StoreError: the KV cannot be written.
         """
-        return self.runtime.warm(_texts(chunks), show_progress=show_progress)
+        return self.runtime.warm(_texts(chunks), show_progress=show_progress, skip_bad=True)
 
     def prefetch(self, chunks: Iterable[Document | str]) -> None:
         """Prefetch the KV of documents or texts that a prompt will soon hold; new ones become known. Never waits."""

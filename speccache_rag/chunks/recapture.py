@@ -58,6 +58,7 @@ class Recaptures:
         self._misses: OrderedDict[ChunkKey, int] = OrderedDict()
         self._failures: OrderedDict[ChunkKey, tuple[int, float]] = OrderedDict()
         """How often a capture failed, and until when it is not tried again."""
+        self._workers = 0
         self._tasks: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
         self._lock = threading.Lock()
 
@@ -71,7 +72,8 @@ class Recaptures:
         """Note that these chunks were missed, and capture those that are admitted; called on the engine's loop."""
         with self._lock:
             self._waiting.extend(chunk for chunk in chunks if self._admit(chunk.key))
-            new = min(len(self._waiting), AT_ONCE - len(self._tasks))
+            new = min(len(self._waiting), AT_ONCE - self._workers)
+            self._workers += new
         for _ in range(new):
             task = asyncio.get_running_loop().create_task(self._work())
             self._tasks.add(task)
@@ -93,6 +95,7 @@ class Recaptures:
         while True:
             with self._lock:
                 if not self._waiting:
+                    self._workers -= 1
                     return
                 chunk = self._waiting.popleft()
             failed = True
@@ -103,6 +106,10 @@ class Recaptures:
                 logger.debug("closed while chunk %s was captured", chunk.key[:12])
             except SpecCacheError as error:
                 logger.warning("chunk %s could not be captured: %s", chunk.key[:12], error)
+            except BaseException:  # cancelled, or a mistake of ours: this worker ends with it
+                with self._lock:
+                    self._workers -= 1
+                raise
             finally:
                 self._count(failed)
                 with self._lock:

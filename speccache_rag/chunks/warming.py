@@ -23,6 +23,9 @@ T = TypeVar("T")
 BUSY_S = 0.1
 """Seconds to wait where the store has no room for another capture in its queue."""
 
+NAMED = 5
+"""Skipped texts a warning names; the report has them all."""
+
 IN_FLIGHT = 16
 """Captures offered to the engine at once: enough to fill its batches, few enough to stop quickly."""
 
@@ -127,8 +130,12 @@ async def warm_chunks(
 def whole_report(plan: WarmPlan, target: WarmReport, speculative: WarmReport) -> WarmReport:
     """The report of a run over texts, from those of the target's and the speculative model's chunks.
 
-    Logs a warning where the store holds fewer chunks than there are: the rest will be computed anew in every prompt.
+    Logs a warning where texts were skipped, and where the store holds fewer chunks than there are: the rest will be
+    computed anew in every prompt.
     """
+    if plan.bad:
+        named = "; ".join(f"text {bad.index}: {bad.reason}" for bad in plan.bad[:NAMED])
+        logger.warning("%d of %d texts cannot be chunks and were skipped: %s", len(plan.bad), plan.n_texts, named)
     if target.n_held < len(plan.chunks):
         logger.warning(
             "%d of %d chunks are held after warming: together they are larger than the store's budget (ram_bytes or "

@@ -148,10 +148,6 @@ class ChunkStore(ABC):
         done(result)
         return True
 
-    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
-        """`request`, by its former name."""
-        self.request(keys)
-
     def hidden_s(self) -> float:
         """Seconds so far that `request` saved those who called `get`."""
         return 0.0

@@ -314,8 +314,7 @@ class DiskStore(ChunkStore):
         return problems
 
     def _file(self, key: ChunkKey) -> Path:
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} is not a chunk key: 64 hex digits")
+        checked_key(key)
         return self._folder.chunks / key[:_TENANT] / key[_TENANT : _TENANT + 2] / f"{key}.safetensors"
 
     def _quarantine(self, path: Path, inode: int) -> None:
@@ -328,6 +327,16 @@ class DiskStore(ChunkStore):
         kept = sorted(folder.iterdir(), key=_changed_at)
         for old in kept[:-QUARANTINED]:
             old.unlink(missing_ok=True)
+
+
+def checked_key(key: ChunkKey) -> None:
+    """Nothing but a key may become a part of a path.
+
+    Raises:
+        ValueError: it is not 64 hex digits.
+    """
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"{key!r} is not a chunk key: 64 hex digits")
 
 
 def _unlink(path: Path) -> bool:

@@ -288,3 +288,10 @@ def test_a_writer_that_dies_at_any_step_leaves_a_right_ledger(tmp_path: Path, ca
     assert store.stats().bytes == on_disk(store) <= 3 * SIZE
     assert store.check() == []
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_tortured_store_reads_right_and_keeps_its_budget(tmp_path: Path) -> None:
+    """The short form of `python -m tests.stress`."""
+    command = [sys.executable, "-m", "tests.stress", str(tmp_path), "--kills", "12"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

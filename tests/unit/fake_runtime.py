@@ -89,7 +89,7 @@ class FakeRuntime:
     def start(self) -> None:
         return None
 
-    def warm(self, texts: Iterable[str], show_progress: bool = True) -> WarmReport:
+    def warm(self, texts: Iterable[str], show_progress: bool = True, *, skip_bad: bool = False) -> WarmReport:
         new = list(texts)
         self.warmed += new
         return WarmReport(n_texts=len(new), n_captured=len(new), captured_tokens=sum(len(t.split()) for t in new))

@@ -55,6 +55,28 @@ def test_closing_ends_the_stream_of_another_thread(maker: Maker, config: SpecCac
             waiting.result(10.0)
 
 
+# Life of chunks.
+
+
+def test_forgotten_texts_are_neither_known_nor_held(maker: Maker, config: SpecCacheConfig) -> None:
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        sc.warm([A, A + " And more."], show_progress=False)
+        assert sc.forget([f" {A}\n", "never seen"]) == 1
+        assert sc.stats()["known_chunks"] == 1
+        assert len(maker.made[0].held) == 1
+        assert sc.forget([A]) == 0
+
+
+def test_a_tenant_forgets_its_own_chunks_only(maker: Maker, config: SpecCacheConfig) -> None:
+    ours, theirs = (SpecCache.from_config(changed(config, policy="full_reuse", tenant=t)) for t in ("a", "b"))
+    with ours, theirs:
+        for sc in (ours, theirs):
+            sc.warm([A], show_progress=False)
+        assert ours.forget([A]) == 1
+        assert (ours.stats()["known_chunks"], theirs.stats()["known_chunks"]) == (0, 1)
+        assert len(maker.made[0].held) == 1
+
+
 # Prefetched chunks.
 
 

@@ -141,11 +141,13 @@ class SpecCacheLLM(ToolCallingLLM, GuidedLLM):
     def warm(self, chunks: Iterable[HasText], *, show_progress: bool = True) -> WarmReport:
         """Compute and store the KV of nodes or texts; what is stored already is skipped.
 
+        Texts that cannot be chunks (blank, longer than the context) are skipped too, and named in the report and a
+        warning.
+
         Raises:
-            PromptError: a text is empty or longer than the context.
             StoreError: the KV cannot be written.
         """
-        return self.runtime.warm(bare_texts(chunks), show_progress=show_progress)
+        return self.runtime.warm(bare_texts(chunks), show_progress=show_progress, skip_bad=True)
 
     def prefetch(self, chunks: Iterable[HasText]) -> None:
         """Prefetch the KV of nodes or texts that a prompt will soon hold; new ones become known. Never waits."""

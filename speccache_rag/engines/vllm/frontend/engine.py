@@ -159,7 +159,7 @@ class VllmEngine:
         Raises:
             StoreUnavailable: the store cannot be written.
         """
-        self._held.difference_update(keys)
+        self._presence.remove(keys)
         _raise(await self._rpc("speccache_forget", list(keys)))
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:

@@ -13,7 +13,7 @@ from speccache_rag.engines.vllm.worker.model import LoadedModel
 from speccache_rag.engines.vllm.worker.paging import slots_of
 from speccache_rag.engines.vllm.worker.ranks import all_heads
 from speccache_rag.engines.vllm.worker.recorder import CaptureBuffer, Sink
-from speccache_rag.errors import EngineError, SpecCacheError, StoreError, StoreUnavailable
+from speccache_rag.errors import EngineError, SpecCacheError, StoreBusy, StoreError
 from speccache_rag.store.base import ChunkStore
 from speccache_rag.types import ChunkKey, ChunkKV
 
@@ -103,7 +103,7 @@ class Captures:
         with self._lock:
             self._writing.add(job.plan.tag)
         if not self._store.put_soon(ChunkKey(job.plan.key), kv, done):
-            done(StoreUnavailable("Captures come faster than the store can write them.", hint="Warm fewer at once."))
+            done(StoreBusy("Captures come faster than the store can write them."))
 
     def _note(self, tag: str, result: int | SpecCacheError) -> None:
         with self._lock:

@@ -138,7 +138,7 @@ class SpecCache:
         Args:
             texts: of chunks, as prompts will hold them.
             show_progress: whether to show a bar.
-            skip_bad: leave out texts that cannot be chunks and name them in the report, instead of raising an error.
+            skip_bad: name texts that cannot be chunks in the report, instead of raising an error.
             pin: never evict these chunks from disk.
 
         Raises:
@@ -148,11 +148,9 @@ class SpecCache:
         """
         host, library = self._open(), self._library
         planned = plan_warm(library, texts, skip_bad=skip_bad)
-        chunks = planned.chunks
         if pin:
-            host.inventory.pin([chunk.key for chunk in chunks])
-        scorer = host.scorer(self.config)
-        speculative = WarmReport()
+            host.inventory.pin([chunk.key for chunk in planned.chunks])
+        chunks, scorer, speculative = planned.chunks, host.scorer(self.config), WarmReport()
         with tqdm(total=len(chunks), desc="warm", unit="chunk", disable=not show_progress) as bar:
             report = host.loop.run(warm_chunks(host.engine, library, scorer, chunks, bar.update))
         if self._planner.policy.needs_speculative_kv:
@@ -167,14 +165,7 @@ class SpecCache:
         return await asyncio.to_thread(self.warm, texts, show_progress, skip_bad=skip_bad, pin=pin)
 
     def forget(self, texts_or_keys: Iterable[str]) -> int:
-        """Leave neither text nor scores nor KV of these chunks in the store; how many were known.
-
-        Chunks of this tenant are forgotten, whatever model they were captured by; other processes match them no more.
-
-        Raises:
-            PromptError: one text was given instead of several, or something that is no text.
-            StoreUnavailable: the store cannot be written.
-        """
+        """Leave neither text nor KV of these chunks of this tenant in the store; returns how many were known."""
         host = self._open()
         keys = host.inventory.keys_of(only_texts(texts_or_keys), self.config.tenant or "")
         host.inventory.forget(keys)

@@ -20,7 +20,7 @@ def test_import_contracts_hold() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-SEEN_BY_INTEGRATIONS = {"runtime", "config", "types", "errors", "prompt", "chunks"}
+SEEN_BY_INTEGRATIONS = {"runtime", "config", "spellings", "types", "errors", "prompt", "chunks"}
 
 
 def test_integrations_see_the_runtime_and_what_its_values_are_made_of() -> None:

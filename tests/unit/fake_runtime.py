@@ -57,7 +57,7 @@ class FakeRuntime:
         reasoning: Sequence[str] = (),
         tool_calls: Sequence[ToolCallDelta] = (),
     ) -> None:
-        self.config = config or SpecCacheConfig(model="tiny")
+        self.config = config or SpecCacheConfig(model="tiny", policy="speccache")
         self.pieces = pieces
         self.finish_reason = finish_reason
         self.reasoning, self.tool_calls = reasoning, tool_calls

@@ -89,7 +89,7 @@ def test_a_configuration_survives_its_toml_file(tmp_path: Path) -> None:
     file.write_text(config.to_toml(), encoding="utf-8")
     assert SpecCacheConfig.load(file) == config
     assert "ram_bytes" not in file.read_text(encoding="utf-8")
-    assert SpecCacheConfig.from_one_source({}, str(file), None, owner="x", owner_options=()) == config
+    assert SpecCacheConfig.from_one_source({}, str(file), None, hint="") == config
 
 
 def test_a_configuration_file_that_cannot_be_read(tmp_path: Path) -> None:

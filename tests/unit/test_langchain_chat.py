@@ -341,7 +341,7 @@ def test_identifying_params_name_all_that_an_answer_depends_on() -> None:
         {"tenant": "t"},
         {"engine_options": {"dtype": "float32"}},
         {"engine_options": {"quantization": "fp8"}},
-        {"policy": "epic"},
+        {"policy": "full_reuse"},
     ]
     assert len({params(), *(params(**other) for other in others)}) == 1 + len(others)
     assert params(store="kv", ram_bytes=5) == params()  # where KV lies changes no answer

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from speccache_rag.cli.options import Json, Options, with_config, write_json
 from speccache_rag.cli.output import console
-from speccache_rag.evaluation.chat import Turn, run_chat
-from speccache_rag.evaluation.load import made_up_chunks
-from speccache_rag.runtime import SpecCache
+
+if TYPE_CHECKING:
+    from speccache_rag.evaluation.chat import Turn
 
 
 @with_config
@@ -28,6 +28,10 @@ def chat(
     json: Json = None,
 ) -> None:
     """Time to first token and cached tokens, turn by turn, with chunks quoted in the conversation and without."""
+    from speccache_rag.evaluation.chat import run_chat
+    from speccache_rag.evaluation.load import made_up_chunks
+    from speccache_rag.runtime import SpecCache
+
     chunks = made_up_chunks(turns, words)
     done: list[Turn] = []
     with SpecCache(**options) as sc:

@@ -69,7 +69,7 @@ def flip(path: Path, chance: random.Random) -> None:
             byte = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 1 << chance.randrange(8)]))
-    except (FileNotFoundError, IndexError):
+    except (OSError, IndexError):  # gone, or beyond what this worker may write
         pass
 
 

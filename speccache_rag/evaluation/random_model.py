@@ -76,7 +76,8 @@ def write_random_model(folder: Path, shape: str, *, dtype: torch.dtype, n_layers
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    causal: Any = AutoModelForCausalLM
+    model = causal.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -88,7 +89,8 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
+    fast_class: Any = PreTrainedTokenizerFast
+    fast: PreTrainedTokenizerFast = fast_class(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
     )
     fast.chat_template = TEMPLATE

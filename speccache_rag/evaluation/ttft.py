@@ -15,7 +15,7 @@ from speccache_rag.evaluation.records import FULL
 from speccache_rag.runtime import SpecCache
 from speccache_rag.types import PrefillReport
 
-PREFIX_CACHE = "full_recompute with the engine's prefix cache"
+PREFIX_CACHE = "prefix cache alone"
 """The baseline without this package: what an engine remembers of the beginning of earlier prompts."""
 
 
@@ -137,8 +137,8 @@ def shuffled(prompts: Sequence[Sequence[str]], seed: int = 0) -> Iterator[tuple[
         while len(other) > 1 and other[0] == chunks[0]:
             chance.shuffle(other)
         yield "", list(chunks)
-        yield "same chunks, same order", list(chunks)
-        yield "same chunks, another order", other
+        yield "same order", list(chunks)
+        yield "another order", other
 
 
 def to_json(rows: Sequence[TtftRow], facts: dict[str, Any]) -> dict[str, Any]:

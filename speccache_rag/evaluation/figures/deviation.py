@@ -40,10 +40,10 @@ def by_offset(material: Material) -> Drawing:
         raise NoData(MISSING)
     figure, axes = canvas()
     for color, (of, records) in zip(COLORS, _by_kind(material).items(), strict=False):
-        values = np.array([[np.nan if v is None else v for v in record.by_offset] for record in records])
-        known = np.ma.MaskedArray(values, np.isnan(values))
-        share = known / known.mean(axis=1, keepdims=True)
-        axes.plot(range(len(OFFSETS)), share.mean(axis=0), "o-", color=color, label=f"{of}s", markersize=4)
+        shares = [_shares(record) for record in records]
+        means = [_mean([share[place] for share in shares]) for place in range(len(OFFSETS))]
+        at = [place for place, mean in enumerate(means) if mean is not None]
+        axes.plot(at, [means[place] for place in at], "o-", color=color, label=f"{of}s", markersize=4)
     axes.set_xticks(range(len(OFFSETS)), [f"{low}" if high == low + 1 else f"{low}+" for low, high in OFFSETS])
     axes.set_xlabel("offset in the chunk, tokens")
     axes.set_ylabel("deviation, mean of the chunk = 1")
@@ -57,3 +57,14 @@ def _by_kind(material: Material) -> dict[str, list[DeviationRecord]]:
     for record in material.deviations:
         found.setdefault(record.of, []).append(record)
     return found
+
+
+def _shares(record: DeviationRecord) -> list[float | None]:
+    """Deviation in each range of offsets as a multiple of the mean over them; None where no token is."""
+    mean = _mean(list(record.by_offset)) or 1.0
+    return [None if value is None else value / mean for value in record.by_offset]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None

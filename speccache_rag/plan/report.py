@@ -16,9 +16,9 @@ def report_of(plan: PromptPlan, outcome: ReuseOutcome, ttft_s: float) -> Prefill
         ttft_s: seconds from the call to the first token.
     """
     stored = plan.reuse.stored
-    missed = outcome.missed_keys if outcome.fault is None else tuple(chunk.key for chunk in stored)
+    unused = outcome.missed_keys if outcome.fault is None else tuple(chunk.key for chunk in stored)
     missing = [chunk.key for chunk in plan.reuse.chunks if chunk.state == "missing"]
-    counts = plan.reuse.counts(outcome.cached_tokens, missed)
+    counts = plan.reuse.counts(outcome.cached_tokens, unused)
     parts = plan.score_s + plan.align_s + outcome.load_s + outcome.recompute_s
     return PrefillReport(
         prompt_tokens=plan.prompt.n_tokens,
@@ -29,8 +29,8 @@ def report_of(plan: PromptPlan, outcome: ReuseOutcome, ttft_s: float) -> Prefill
         missed_tokens=counts.missed,
         fresh_tokens=counts.fresh,
         chunks_matched=len(plan.prompt.placements),
-        chunks_reused=sum(chunk.key not in missed for chunk in stored),
-        missed_keys=tuple(dict.fromkeys((*missing, *missed))),
+        chunks_reused=sum(chunk.key not in unused for chunk in stored),
+        missed_keys=tuple(dict.fromkeys((*missing, *outcome.missed_keys))),
         fault=outcome.fault,
         policy=plan.policy,
         scoring=plan.scoring,

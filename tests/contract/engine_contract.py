@@ -54,7 +54,7 @@ def plan_of(*chunks: Chunk, kind: str = "contract") -> ReusePlan:
         placed.append(PlannedChunk(str(chunk.key), len(ids), chunk.n_tokens))
         recompute += [(i, i + 1) for i in range(len(ids), len(ids) + chunk.n_tokens, 3)]
         ids = (*ids, *chunk.token_ids, 23)
-    return ReusePlan((*ids, 24, 25, 26), tuple(placed), tuple(recompute), kind=kind)
+    return ReusePlan((*ids, 24, 25, 26), tuple(placed), tuple(recompute), anchor_tokens=len(ANCHOR), kind=kind)
 
 
 class EngineContract:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speccache_rag import SpecCache
+from speccache_rag.engines.transformers.cache import ReuseCache
 from tests.hosts import host_of
 from tests.parity.engines import CHUNKS, LOGPROB_ATOL, ask, assert_same, difference
 from tests.parity.laws import THREE
@@ -38,3 +39,21 @@ def test_decoding_over_reused_kv_equals_prefilling_the_same_answer(tsc: SpecCach
     expected = logits.float().log_softmax(-1)
     for found, logprob in both.logprobs[1].items():
         assert abs(logprob - float(expected[found])) < LOGPROB_ATOL
+
+
+def test_an_error_while_a_prompt_is_filled_is_reported_and_changes_no_answer(
+    tsc: SpecCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = ask(tsc, THREE, policy="full_recompute")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReuseCache, "write", broken)
+        found = ask(tsc, THREE, policy="full_reuse")
+    assert_same(found, plain)
+    assert found.report.fault == "RuntimeError('broken on purpose')"
+    assert (found.report.chunks_reused, found.report.loaded_tokens) == (0, 0)
+    assert "broken on purpose" in caplog.text
+    assert ask(tsc, THREE, policy="full_reuse").report.chunks_reused == 3

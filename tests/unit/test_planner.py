@@ -166,6 +166,7 @@ def test_after_a_fault_nothing_of_the_plan_was_done(
     plan = plan_for(tokenizer, library, engine, prompt_of(A, B), policy="random")
     report = served(plan, engine, fault="It broke.")
     assert (report.fault, report.chunks_reused) == ("It broke.", 0)
+    assert report.missed_keys == (), "their stored KV is not to blame"
     assert (report.loaded_tokens, report.recomputed_tokens) == (0, 0)
     assert report.missed_tokens == report.matched_tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from speccache_rag.engines.reuse.plan import ReusePlan
 from speccache_rag.engines.transformers.cache import ReuseCache
 from speccache_rag.engines.transformers.model import TargetModel
 from speccache_rag.store.base import ChunkStore
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,11 +32,21 @@ def prefill(target: TargetModel, store: ChunkStore, plan: ReusePlan) -> Prefille
     """Prefill a prompt as planned.
 
     With stored chunks: load their KV and recover its positions, compute the other tokens of the reuse region, then
-    prefill what follows. Without: plain prefill.
+    prefill what follows. Without, or where that fails: plain prefill.
     """
-    if not plan.stored:
-        cache, logits = target.prefill(plan.token_ids)
-        return Prefilled(cache, logits, ReuseOutcome())
+    if plan.stored:
+        try:
+            return _prefill_over_chunks(target, store, plan)
+        except Exception as error:  # whatever it is, the prompt can be computed; the report says what happened
+            logger.exception("a prompt is prefilled without reuse")
+            outcome = ReuseOutcome(fault=repr(error))
+    else:
+        outcome = ReuseOutcome()
+    cache, logits = target.prefill(plan.token_ids)
+    return Prefilled(cache, logits, outcome)
+
+
+def _prefill_over_chunks(target: TargetModel, store: ChunkStore, plan: ReusePlan) -> Prefilled:
     job = FillJob(plan, store, target.shape)
     reuse = ReuseCache(target.shape, plan.fill_end)
     missed = job.load()

@@ -201,12 +201,15 @@ class SpecCache:
             ConfigurationError: an option is unknown or out of range.
             EngineError: a question of the policy failed.
         """
-        return self._host_running().loop.run(self._planner.plan(prompt, plan_options(options)))
+        host = self._host_running()
+        begun = self._planner.begin(prompt, plan_options(options), time.perf_counter())
+        return host.loop.run(self._planner.finish(begun)) if isinstance(begun, Draft) else begun
 
     async def aplan(self, prompt: Prompt, **options: Unpack[PlanOptions]) -> PromptPlan:
         """`plan` for an event loop."""
         host = await self._ahost_running()
-        return await host.loop.run_from_loop(self._planner.plan(prompt, plan_options(options)))
+        begun = await asyncio.to_thread(self._planner.begin, prompt, plan_options(options), time.perf_counter())
+        return await host.loop.run_from_loop(self._planner.finish(begun)) if isinstance(begun, Draft) else begun
 
     def explain(self, prompt: Prompt, **options: Unpack[PlanOptions]) -> Explanation:
         """What would be loaded, recomputed and computed fresh, token by token; generates nothing."""
@@ -233,7 +236,8 @@ class SpecCache:
         """Like `generate`, piece by piece. Nothing runs before the first `next`; closing it frees the request."""
         host = self._host_running()
         started = time.perf_counter()
-        yield from host.loop.iterate(lambda: self._serve(prompt, options, started))
+        begun = self._begin(prompt, options, started)
+        yield from host.loop.iterate(lambda: self._serve(*begun))
 
     async def agenerate(self, prompt: Prompt | PromptPlan, **options: Unpack[CallOptions]) -> Completion:
         """`generate` for an event loop."""
@@ -243,7 +247,8 @@ class SpecCache:
         """`stream` for an event loop."""
         host = await self._ahost_running()
         started = time.perf_counter()
-        async with contextlib.aclosing(host.loop.aiterate(lambda: self._serve(prompt, options, started))) as deltas:
+        begun = await asyncio.to_thread(self._begin, prompt, options, started)
+        async with contextlib.aclosing(host.loop.aiterate(lambda: self._serve(*begun))) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -338,11 +343,8 @@ class SpecCache:
         except SpecCacheError as error:
             logger.warning("chunks were not prefetched: %s", error)
 
-    async def _serve(
-        self, prompt: Prompt | PromptPlan, options: Mapping[str, Any], started: float
-    ) -> AsyncGenerator[Delta, None]:
-        """An answer, from the plan on. Runs on the engine's loop."""
-        call, begun = await asyncio.to_thread(self._begin, prompt, options, started)
+    async def _serve(self, call: Call, begun: Draft | PromptPlan) -> AsyncGenerator[Delta, None]:
+        """The answer to a call. Runs on the engine's loop."""
         plan = await self._planner.finish(begun) if isinstance(begun, Draft) else begun
         async with contextlib.aclosing(call.answer(self._deltas(plan, call.sampling), plan.reuse.token_ids)) as deltas:
             async for delta in deltas:
@@ -351,7 +353,7 @@ class SpecCache:
     def _begin(
         self, prompt: Prompt | PromptPlan, options: Mapping[str, Any], started: float
     ) -> tuple[Call, Draft | PromptPlan]:
-        """What a call does before it needs the engine's loop."""
+        """The part of a call that computes in this process: for the caller's thread, or one beside its event loop."""
         planned, others = split_options(options)
         if isinstance(prompt, PromptPlan):
             if planned:
@@ -359,7 +361,7 @@ class SpecCache:
             call = Call.of(prompt.asked, others, self.config, self.tokenizer, started)
             return call, replace(prompt, started=started, score_s=0.0, align_s=0.0)
         call = Call.of(prompt, others, self.config, self.tokenizer, started)
-        return call, self._planner.draft(call.prompt, planned, started)
+        return call, self._planner.begin(call.prompt, planned, started)
 
     async def _deltas(self, plan: PromptPlan, sampling: Mapping[str, Any]) -> AsyncGenerator[Delta, None]:
         """The engine's answer to a planned prompt; the last delta carries report and usage."""

@@ -40,35 +40,19 @@ class Planner:
         self.prefetches = PrefetchQueue()
         """Texts that prompts will soon hold; the next plan makes them known chunks."""
 
-    async def plan(self, prompt: Prompt, options: PlanOptions) -> PromptPlan:
-        """The plan of a prompt. To be awaited on the engine's loop.
+    def begin(self, prompt: Prompt, options: PlanOptions, started: float) -> PromptPlan | Draft:
+        """The plan of a prompt; a draft where its policy asks something that only an engine can answer.
 
-        Raises:
-            ContextOverflow: the prompt does not fit in the model's context.
-            PromptError, ConfigurationError: see their messages.
-            EngineError: a question of the policy failed.
-        """
-        started = time.perf_counter()
-        return await self.finish(await asyncio.to_thread(self.draft, prompt, options, started))
-
-    async def finish(self, draft: Draft) -> PromptPlan:
-        """The plan of a draft; asks the models what its policy still has to know. Raises what `plan` does."""
-        unanswered = draft.unanswered
-        if not unanswered:
-            return draft.finish()
-        for question in unanswered:
-            began = time.perf_counter()
-            answer, scoring = await self._models.ask(question, draft.reuse, draft.prompt)
-            draft.take(question, answer, scoring, time.perf_counter() - began)
-        return await asyncio.to_thread(draft.finish)
-
-    def draft(self, prompt: Prompt, options: PlanOptions, started: float) -> Draft:
-        """The part of planning that computes in this process; takes some milliseconds, so not for an event loop.
+        Takes some milliseconds of computing, so it is not for an event loop.
 
         Args:
             prompt: text, used as it is, or chat messages.
             options: of this call.
             started: `time.perf_counter()` at the call.
+
+        Raises:
+            ContextOverflow: the prompt does not fit in the model's context.
+            PromptError, ConfigurationError: see their messages.
         """
         library = self._host.library(self._config)
         self.learn_prefetched()
@@ -81,7 +65,20 @@ class Planner:
                 began = time.perf_counter()
                 scores = self._models.importance(question, draft.choosable, library, config.scoring)
                 draft.take(question, scores, config.scoring, time.perf_counter() - began)
-        return draft
+        return draft if draft.unanswered else draft.finish()
+
+    async def finish(self, draft: Draft) -> PromptPlan:
+        """The plan of a draft, when the engines have answered. To be awaited on the engine's loop.
+
+        Raises:
+            EngineError: a question of the policy failed.
+            ConfigurationError: it cannot be asked.
+        """
+        for question in draft.unanswered:
+            began = time.perf_counter()
+            answer, scoring = await self._models.ask(question, draft.reuse, draft.prompt)
+            draft.take(question, answer, scoring, time.perf_counter() - began)
+        return await asyncio.to_thread(draft.finish)
 
     def learn_prefetched(self) -> None:
         """Make waiting texts known chunks, and begin to read their KV."""

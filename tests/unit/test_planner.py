@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.engines.base import ReuseOutcome
 from speccache_rag.errors import ConfigurationError, ContextOverflow, EngineError, PromptError
+from speccache_rag.plan.draft import Draft
 from speccache_rag.plan.explanation import explanation_of
 from speccache_rag.plan.planner import Planner
 from speccache_rag.plan.prompt_plan import PromptPlan
@@ -79,7 +81,9 @@ def planner_of(
 def plan_for(
     tokenizer: PromptTokenizer, library: ChunkLibrary, engine: FakeEngine, prompt: Any, **options: Any
 ) -> PromptPlan:
-    return asyncio.run(planner_of(tokenizer, library, engine, **options).plan(prompt, {}))
+    planner = planner_of(tokenizer, library, engine, **options)
+    begun = planner.begin(prompt, {}, time.perf_counter())
+    return asyncio.run(planner.finish(begun)) if isinstance(begun, Draft) else begun
 
 
 def served(plan: PromptPlan, engine: FakeEngine, ttft_s: float = 0.5, **changes: Any) -> PrefillReport:

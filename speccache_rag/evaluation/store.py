@@ -71,7 +71,8 @@ def measure_tiers(folder: Path, shape: KVShape, n_tokens: int, n_chunks: int, ro
     total = sum(kv.nbytes for kv in kvs.values())
     cache = torch.empty(2, shape.n_layers, n_tokens, shape.n_heads, shape.head_dim, dtype=torch.bfloat16)
     cache.zero_()  # its pages are touched before the clock runs
-    move_s = _median(rounds, lambda: _move(cache[0], shape))
+    rope, places = _rope(shape), torch.arange(n_tokens)
+    move_s = _median(rounds, lambda: rope.move(cache[0], places))
 
     def load(get: Callable[[ChunkKey], ChunkKV | None]) -> float:
         def once() -> None:
@@ -136,9 +137,9 @@ def _read_ahead(folder: Path, keys: list[ChunkKey], load: Callable[[Callable[...
         store.close()
 
 
-def _move(keys: torch.Tensor, shape: KVShape) -> None:
+def _rope(shape: KVShape) -> RopeTable:
     angles = torch.arange(8192)[:, None] / 10_000 ** (torch.arange(shape.head_dim // 2) / (shape.head_dim // 2))
-    RopeTable(angles.cos(), angles.sin(), True).move(keys, torch.arange(keys.shape[1]))
+    return RopeTable(angles.cos(), angles.sin(), True)
 
 
 def _random_kv(shape: KVShape, n_tokens: int, seed: int) -> ChunkKV:

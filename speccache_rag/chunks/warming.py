@@ -134,8 +134,14 @@ def whole_report(plan: WarmPlan, target: WarmReport, speculative: WarmReport) ->
     computed anew in every prompt.
     """
     if plan.bad:
-        named = "; ".join(f"text {bad.index}: {bad.reason}" for bad in plan.bad[:NAMED])
-        logger.warning("%d of %d texts cannot be chunks and were skipped: %s", len(plan.bad), plan.n_texts, named)
+        # Their places only: reasons quote the text, and logs are read by others than texts are.
+        places = ", ".join(str(bad.index) for bad in plan.bad[:NAMED]) + (", ..." if len(plan.bad) > NAMED else "")
+        logger.warning(
+            "%d of %d texts cannot be chunks and were skipped, at places %s; WarmReport.bad says why.",
+            len(plan.bad),
+            plan.n_texts,
+            places,
+        )
     if target.n_held < len(plan.chunks):
         logger.warning(
             "%d of %d chunks are held after warming: together they are larger than the store's budget (ram_bytes or "

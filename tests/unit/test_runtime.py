@@ -67,6 +67,17 @@ def test_forgotten_texts_are_neither_known_nor_held(maker: Maker, config: SpecCa
         assert sc.forget([A]) == 0
 
 
+def test_skipped_texts_are_named_by_place_in_the_log_and_by_reason_in_the_report(
+    maker: Maker, config: SpecCacheConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SpecCache.from_config(changed(config, policy="full_reuse")) as sc:
+        report = sc.warm([A, "", "secret words " * 2000], show_progress=False, skip_bad=True)
+    assert [bad.index for bad in report.bad] == [1, 2]
+    assert (report.n_texts, report.n_captured, report.n_skipped, report.n_held) == (3, 1, 0, 1)
+    assert "at places 1, 2" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_a_tenant_forgets_its_own_chunks_only(maker: Maker, config: SpecCacheConfig) -> None:
     ours, theirs = (SpecCache.from_config(changed(config, policy="full_reuse", tenant=t)) for t in ("a", "b"))
     with ours, theirs:

@@ -28,6 +28,9 @@ class SpecCacheConfig(BaseModel):
         default=None,
         description="Small model that scores tokens, for the policies that ask one: a local folder or a hub id.",
     )
+    speculative_device: str = Field(
+        default="cpu", description="Where importance is scored: 'cpu', 'cuda', 'cuda:1', 'mps'."
+    )
     engine: str = Field(default="vllm", description="Inference engine.")
     policy: str = Field(default="epic", description="Selection policy: which chunk tokens to recompute.")
     policy_options: dict[str, Any] = Field(default_factory=dict, description="Fields of the policy's dataclass.")

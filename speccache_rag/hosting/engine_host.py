@@ -51,7 +51,7 @@ class EngineHost:
         self._catalogue: Catalogue | None = None
         self._inventory: Inventory | None = None
         self._libraries: dict[tuple[str | None, str | None, str], ChunkLibrary] = {}
-        self._scorers: dict[tuple[str, LayerRange], SpeculativeScorer] = {}
+        self._scorers: dict[tuple[str, LayerRange, str], SpeculativeScorer] = {}
         self._shared: dict[str, Any] = {}
         self._shared_lock = threading.Lock()
 
@@ -142,11 +142,13 @@ class EngineHost:
         if name is None:
             return None
         with self._lock:
-            if (name, layers) not in self._scorers:
+            key = name, layers, config.speculative_device
+            if key not in self._scorers:
                 trusted = bool(config.engine_options.get("trust_remote_code"))
-                folder = resolve_model(name)
-                self._scorers[name, layers] = SpeculativeScorer(folder, layers=layers, trust_remote_code=trusted)
-            return self._scorers[name, layers]
+                self._scorers[key] = SpeculativeScorer(
+                    resolve_model(name), layers=layers, device=config.speculative_device, trust_remote_code=trusted
+                )
+            return self._scorers[key]
 
     def _start(self) -> None:
         with self._lock:

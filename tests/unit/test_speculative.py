@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speccache_rag.errors import ConfigurationError, UnsupportedModel
+from speccache_rag.scoring import importance
 from speccache_rag.scoring.importance import SpeculativeScorer, _decoder_layers
 from tests.tiny import tiny_model
 
@@ -231,3 +232,14 @@ def test_a_model_without_layers_is_refused() -> None:
     model.config = _Config()  # type: ignore[assignment]
     with pytest.raises(UnsupportedModel, match="Linear has no decoder layers"):
         _decoder_layers(model)
+
+
+@pytest.mark.parametrize("quick", [torch.float32, torch.bfloat16])
+def test_a_cpu_scores_in_the_dtype_it_multiplies_sooner(quick: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importance, "_product_seconds", lambda dtype: 1.0 if dtype == quick else 2.0)
+    assert SpeculativeScorer(Path("nowhere")).dtype == quick
+    assert SpeculativeScorer(Path("nowhere"), device="cuda").dtype == torch.bfloat16
+
+
+def test_products_are_timed() -> None:
+    assert 0 < importance._product_seconds(torch.float32) < 1

@@ -42,8 +42,8 @@ def by_offset(material: Material) -> Drawing:
     for color, (of, records) in zip(COLORS, _by_kind(material).items(), strict=False):
         shares = [_shares(record) for record in records]
         means = [_mean([share[place] for share in shares]) for place in range(len(OFFSETS))]
-        at = [place for place, mean in enumerate(means) if mean is not None]
-        axes.plot(at, [means[place] for place in at], "o-", color=color, label=f"{of}s", markersize=4)
+        known = [(place, mean) for place, mean in enumerate(means) if mean is not None]
+        axes.plot(*zip(*known, strict=True), "o-", color=color, label=f"{of}s", markersize=4)
     axes.set_xticks(range(len(OFFSETS)), [f"{low}" if high == low + 1 else f"{low}+" for low, high in OFFSETS])
     axes.set_xlabel("offset in the chunk, tokens")
     axes.set_ylabel("deviation, mean of the chunk = 1")

@@ -1,5 +1,5 @@
 # Each target sets up all it needs on a bare machine with Python 3.11 or 3.12, and only once:
-#   make demo [ARGS="--json out.json"]   make test   make check   make lowest
+#   make demo [ARGS="--json out.json"]   make test   make check   make lowest   make soak
 
 PYTHON ?= python3
 BIN    := .venv/bin
@@ -9,13 +9,17 @@ SMALL  := .models/SmolLM2-135M-Instruct
 # The lowest version that an extra of pyproject.toml allows, as pip takes it.
 LOWEST := import sys, tomllib; from packaging.requirements import Requirement; (r,) = map(Requirement, tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]]); print(*(f"{r.name}=={s.version}" for s in r.specifier if s.operator == ">="))
 
-.PHONY: demo test check lowest
+.PHONY: demo test check lowest soak
 
 demo: $(READY) $(TARGET)/config.json $(SMALL)/config.json
 	$(BIN)/speccache demo --target $(TARGET) --speculative $(SMALL) $(ARGS)
 
 test: $(READY) $(TARGET)/config.json $(SMALL)/config.json
 	$(BIN)/python -m pytest $(ARGS)
+
+# A thousand mixed requests in one crowded engine, each compared with what a fresh one answers: some minutes.
+soak: $(READY)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 # The integrations again, on the lowest version of their framework that pyproject.toml allows. Each alone: what else is
 # installed of LangChain needs a newer core, and LlamaIndex imports it where it is there.

@@ -24,8 +24,6 @@ WRAPPERS = Registry(
     {
         "heads": "speccache_rag.selection.heads:Heads",
         "grouped": "speccache_rag.selection.grouped:Grouped",
-        "dealt": "speccache_rag.selection.dealt:Dealt",
-        "adaptive": "speccache_rag.selection.adaptive:Adaptive",
     },
     entry_point_group="speccache_rag.wrappers",
 )

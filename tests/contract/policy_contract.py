@@ -66,8 +66,6 @@ class PolicyContract:
     """False for the two ends, which choose the same whatever the ratio."""
     slack: float = 0.0
     """Documented share of K by which the policy may pass its budget."""
-    fills_budget: bool = True
-    """False for a policy that may choose fewer tokens than it is allowed."""
 
     @contract
     @given(scored_prompts(), ratios)
@@ -88,8 +86,7 @@ class PolicyContract:
         assert selection.n_chunk_tokens == prompt.n_chunk_tokens
         if self.follows_ratio:
             cap = math.ceil((1 + self.slack) * k - 1e-9)
-            assert len(selection.positions) <= min(cap, prompt.n_chunk_tokens)
-            assert not self.fills_budget or len(selection.positions) >= min(k, prompt.n_chunk_tokens)
+            assert min(k, prompt.n_chunk_tokens) <= len(selection.positions) <= min(cap, prompt.n_chunk_tokens)
 
     @contract
     @given(scored_prompts(), ratios)

@@ -51,16 +51,6 @@ class TestGrouped(PolicyContract):
     policy = build_policy("grouped(4)+attended")
 
 
-class TestDealt(PolicyContract):
-    policy = build_policy("dealt+epic")
-    fills_budget = False
-
-
-class TestAdaptive(PolicyContract):
-    policy = build_policy("adaptive(0.5)+attended")
-    fills_budget = False
-
-
 class TestRandom(PolicyContract):
     policy = build_policy("random")
 

@@ -76,8 +76,7 @@ class TestExpression:
 
     def test_what_a_wrapper_wraps_tells_whether_a_speculative_model_is_needed(self) -> None:
         assert build_policy("heads+attended").needs_speculative_kv
-        assert build_policy("dealt(speculative)+epic").needs_speculative_kv
-        assert not build_policy("dealt(target)+epic").needs_speculative_model
+        assert not build_policy("heads+attended(target)").needs_speculative_model
 
     @pytest.mark.parametrize(
         ("name", "message"),
@@ -91,7 +90,6 @@ class TestExpression:
             ("attended(target, scorer=target)", "is given scorer twice"),
             ("heads(0)+epic", "tokens is 0; it must be a whole number at least 1"),
             ("heads(inner=3)+epic", "Unknown options of policy 'heads': inner. Known: tokens"),
-            ("adaptive+epic", "no score of its own"),
         ],
     )
     def test_what_is_no_policy_is_refused(self, name: str, message: str) -> None:

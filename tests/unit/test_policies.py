@@ -10,7 +10,6 @@ from speccache_rag.selection.attended import Attended
 from speccache_rag.selection.base import SelectionPolicy
 from speccache_rag.selection.baselines import FullRecompute, FullReuse, RandomSelection
 from speccache_rag.selection.cacheblend import CacheBlend
-from speccache_rag.selection.dealt import deal
 from speccache_rag.selection.factory import build_policy
 from speccache_rag.selection.speccache import SpecCachePolicy
 from speccache_rag.types import AssembledPrompt
@@ -188,18 +187,3 @@ class TestWrappers:
         policy = build_policy("grouped(2)+attended")
         assert chosen(policy, [4, 3], [0, 9, 1, 1, 5, 5, 8], 3 / 7) == [4, 5, 6]
         assert chosen(policy, [4, 3], [0, 9, 1, 1, 4, 4, 2], 2 / 7) == [0, 1]
-
-    def test_a_chunk_the_query_ignores_gets_nothing(self) -> None:
-        policy = build_policy("dealt+epic")
-        assert chosen(policy, [4, 4, 4], [3, 3, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0], 4 / 12) == [0, 1, 2, 8]
-
-    def test_what_a_small_chunk_cannot_take_goes_to_the_others(self) -> None:
-        assert deal(6, np.array([9.0, 1.0, 0.0]), np.array([2, 9, 9])).tolist() == [2, 4, 0]
-        assert deal(2, np.array([1.0, 1.0, 1.0]), np.array([5, 5, 5])).tolist() == [1, 1, 0]
-        assert deal(9, np.array([1.0, 0.0]), np.array([3, 3])).tolist() == [3, 0]
-
-    def test_an_easy_prompt_pays_less(self) -> None:
-        policy = build_policy("adaptive(0.5)+attended")
-        assert chosen(policy, [8], [8, 0, 0, 0, 0, 0, 0, 1], 0.5) == [0]
-        assert chosen(policy, [8], [1] * 8, 0.5) == [0, 1, 2, 3]
-        assert chosen(policy, [8], [1] * 8, 0.25) == [0, 1]

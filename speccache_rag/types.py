@@ -18,6 +18,9 @@ ChunkKey = NewType("ChunkKey", str)
 Offsets = np.ndarray
 """int32 [T, 2]: for each token its first and past-the-end character."""
 
+Spans = tuple[tuple[int, int], ...]
+"""(start, end) in characters each, in order, without overlaps."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
@@ -102,6 +105,8 @@ class AssembledPrompt:
     offsets: Offsets
     """[T, 2], characters of `text`; tokens the tokenizer added itself (BOS) have an empty range."""
     placements: tuple[Placement, ...]
+    spelled: Spans = ()
+    """Characters of `text` that spell a control token and mean the text (see prompt/control.py)."""
 
     @property
     def n_tokens(self) -> int:

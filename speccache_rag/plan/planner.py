@@ -19,6 +19,7 @@ from speccache_rag.plan.placing import Placing, all_computed
 from speccache_rag.plan.prompt_plan import Prompt, PromptPlan
 from speccache_rag.plan.scoring_models import ScoringModels
 from speccache_rag.prompt.chat import Chat
+from speccache_rag.prompt.control import Rendered
 from speccache_rag.scoring.questions import Importance
 from speccache_rag.selection.base import SelectionPolicy
 from speccache_rag.selection.factory import build_policy
@@ -102,10 +103,10 @@ class Planner:
     def _assemble(self, asked: str | Chat, library: ChunkLibrary) -> AssembledPrompt:
         """The prompt as token ids, with the known chunks in it."""
         tokenizer, max_model_len = self._host.tokenizer, self._host.engine.facts.max_model_len
-        text = asked if isinstance(asked, str) else tokenizer.render(asked)
-        matches = library.match(text)
-        library.escaped.look(text, matches)
-        assembled = tokenizer.assemble(text, matches, add_bos=isinstance(asked, str))
+        rendered = Rendered(asked) if isinstance(asked, str) else tokenizer.render(asked)
+        matches = library.match(rendered.text)
+        library.escaped.look(rendered.text, matches)
+        assembled = tokenizer.assemble(rendered, matches, add_bos=isinstance(asked, str))
         if not assembled.n_tokens:
             raise PromptError("The prompt is empty.", hint="Pass some text, or at least one message.")
         if assembled.n_tokens >= max_model_len:

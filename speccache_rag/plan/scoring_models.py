@@ -15,6 +15,7 @@ from speccache_rag.config import Scoring, SpecCacheConfig
 from speccache_rag.engines.reuse.plan import PlannedChunk, ReusePlan
 from speccache_rag.errors import ChunkTooLong, ConfigurationError, EngineClosed
 from speccache_rag.hosting.engine_host import EngineHost
+from speccache_rag.prompt.control import Rendered
 from speccache_rag.scoring.alignment import align_scores
 from speccache_rag.scoring.importance import SpeculativeScorer
 from speccache_rag.scoring.questions import Importance, QueryAttention, Question
@@ -91,7 +92,7 @@ class ScoringModels:
         """
         host, library = self._speculative()
         matches = library.match(prompt.text)
-        own = host.tokenizer.assemble(prompt.text, matches)
+        own = host.tokenizer.assemble(Rendered(prompt.text, prompt.spelled), matches)
         keys = [match.chunk.key for match in matches]
         known = {match.chunk.text for match in matches}
         stored = {chunk.key for chunk in plan.stored}

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from speccache_rag.errors import PromptError
 from speccache_rag.prompt.chat import Chat
+from speccache_rag.prompt.control import Disguise, Rendered
 
 Turn = dict[str, Any]
 """{"role": ..., "content": ...}; an assistant's may hold "tool_calls" in OpenAI's shape and "reasoning_content"."""
@@ -54,7 +55,15 @@ class ChatTemplate:
         return bool(self._tokenizer.chat_template) and self._shows_tools(str(self._tokenizer.chat_template))
 
     def render(self, chat: Chat | Sequence[Mapping[str, Any]]) -> str:
-        """The prompt string of a chat, up to where the answer begins.
+        """The text of `rendered`.
+
+        Raises:
+            PromptError: as there.
+        """
+        return self.rendered(chat).text
+
+    def rendered(self, chat: Chat | Sequence[Mapping[str, Any]]) -> Rendered:
+        """The prompt of a chat, up to where the answer begins.
 
         Raises:
             PromptError: the tokenizer has no chat template, its template refuses these messages or leaves their tools
@@ -74,8 +83,10 @@ class ChatTemplate:
                 hint="Use a model that was trained to call tools, such as Qwen2.5-Instruct, or pass no tools.",
             )
         try:
-            turns = self.fit([_with_text(message) for message in chat.messages])
-            return self._apply(turns, tools=list(chat.tools) or None, **chat.template_kwargs)
+            disguise = Disguise(self._tokenizer)
+            turns = self.fit([disguise.hide(_with_text(message)) for message in chat.messages])
+            tools = [disguise.hide(tool) for tool in chat.tools]
+            return disguise.show(self._apply(turns, tools=tools or None, **chat.template_kwargs))
         except _REFUSALS as error:
             raise PromptError(
                 f"The chat template refuses these messages: {error}.",

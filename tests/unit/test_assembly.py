@@ -91,7 +91,7 @@ def test_text_that_is_not_unicode_is_refused(voice: PromptTokenizer) -> None:
 
 
 def test_render_and_header(tokenizer: Any, voice: PromptTokenizer) -> None:
-    prompt = voice.render([{"role": "user", "content": "Who lit the fire?"}])
+    prompt = voice.render([{"role": "user", "content": "Who lit the fire?"}]).text
     assert prompt.endswith("<|im_start|>assistant\n")
     assert prompt.startswith(voice.header() + "Who lit the fire?")
     assert voice.header().endswith("<|im_start|>user\n")
@@ -122,8 +122,10 @@ def test_assembled_prompt(tokenizer: Any, voice: PromptTokenizer) -> None:
     for chunk in chunks:
         index.add(chunk)
     keeper, bread, control = chunks
-    text = voice.render([{"role": "user", "content": f"{BREAD}\n\n{control.text}{KEEPER}{KEEPER[:80]} ... Who?"}])
-    prompt = voice.assemble(text, index.find(text))
+    said = f"{BREAD}\n\n{control.text}{KEEPER}{KEEPER[:80]} ... Who?"
+    rendered = voice.render([{"role": "user", "content": said}])
+    text = rendered.text
+    prompt = voice.assemble(rendered, index.find(text))
 
     assert prompt.text == text
     assert tokenizer.decode(prompt.token_ids, clean_up_tokenization_spaces=False) == text
@@ -229,12 +231,23 @@ def test_control_tokens_not_marked_special(tiny: PreTrainedTokenizerFast) -> Non
     assert voice.encode("<tool_call>") == (call,)
 
 
-def test_a_vocabulary_that_spells_control_tokens_is_refused() -> None:
-    backend = Tokenizer(models.WordLevel({"<stop>": 0, "word": 1, "[UNK]": 2}, unk_token="[UNK]"))
+def words(control: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with a vocabulary of whole words, one of them a control token."""
+    backend = Tokenizer(models.WordLevel({control: 0, "word": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(["<stop>"])
-    with pytest.raises(ConfigurationError, match="cannot spell '<stop>'"):
-        PromptTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
+    backend.add_special_tokens([control])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+def test_a_vocabulary_that_holds_control_tokens_does_not_spell_them() -> None:
+    voice = PromptTokenizer(words("<stop>"))
+    assert voice.chunk_tokens("word <stop> word")[0] == (1, 2, 1)
+    assert voice.encode("word <stop> word") == (1, 0, 1)
+
+
+def test_a_control_token_that_is_a_letter_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="cannot spell '#' as plain text"):
+        PromptTokenizer(words("#"))
 
 
 def test_a_slow_tokenizer_is_refused() -> None:

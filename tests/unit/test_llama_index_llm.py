@@ -295,7 +295,7 @@ def test_a_template_without_system_turn_shows_it_all_the_same(tmp_path: Path) ->
     tokenizer.chat_template = refusing + tokenizer.chat_template
     runtime = FakeRuntime(tokenizer=tokenizer)
     SpecCacheLLM(runtime=runtime).chat(QUESTION)
-    prompt = PromptTokenizer(tokenizer).render(runtime.calls[0][0])
+    prompt = PromptTokenizer(tokenizer).render(runtime.calls[0][0]).text
     assert prompt == "<|im_start|>user\nBe brief.\n\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     assert anchor_for(tokenizer).startswith("<|im_start|>user\nYou are an expert Q&A system")
 

@@ -518,7 +518,7 @@ def test_messages_are_rendered_with_the_chat_template(
 ) -> None:
     messages = prompt_of(A, B)
     by_messages = plan_for(tokenizer, library, engine, messages)
-    by_text = plan_for(tokenizer, library, engine, tokenizer.render(messages))
+    by_text = plan_for(tokenizer, library, engine, tokenizer.render(messages).text)
     assert by_messages.prompt.text == by_text.prompt.text
     assert by_messages.prompt.token_ids == by_text.prompt.token_ids
     assert by_messages.prompt.text.startswith(library.anchor)
@@ -531,12 +531,12 @@ class RecordingTokenizer:
         self._inner = inner
         self.asked: list[bool] = []
 
-    def render(self, messages: Any) -> str:
+    def render(self, messages: Any) -> Any:
         return self._inner.render(messages)
 
-    def assemble(self, text: str, matches: Any, *, add_bos: bool) -> Any:
+    def assemble(self, prompt: Any, matches: Any, *, add_bos: bool) -> Any:
         self.asked.append(add_bos)
-        return self._inner.assemble(text, matches, add_bos=add_bos)
+        return self._inner.assemble(prompt, matches, add_bos=add_bos)
 
 
 def test_bos_goes_before_text_and_never_before_a_rendered_chat(

@@ -56,7 +56,8 @@ def check_process() -> None:
             'mp_context=multiprocessing.get_context("spawn"), or take engine="transformers".',
         )
     script = getattr(sys.modules["__main__"], "__file__", None)
-    if script is not None and not os.path.exists(script) and get_mp_context().get_start_method() == "spawn":
+    method = get_mp_context().get_start_method()  # type: ignore[no-untyped-call]
+    if script is not None and not os.path.exists(script) and method == "spawn":
         raise EngineStartError(
             f"vLLM's processes import the main script, and there is no file {script!r}.",
             hint="Save a program that is read from standard input as a file, or pass it with python -c.",

@@ -14,6 +14,7 @@
     │   └── ChunkCorrupted          stored bytes do not verify
     └── EngineError                 the inference engine
         ├── EngineStartError        it did not start
+        ├── EngineForked            it runs in the process that this one was forked from
         ├── SelfCheckFailed         it started, and reuse was found to be wrong on it
         ├── RequestTimeout          an answer took longer than the call allowed
         └── EngineClosed            it was closed
@@ -130,6 +131,15 @@ class EngineError(SpecCacheError):
 
 class EngineStartError(EngineError):
     """The engine did not start."""
+
+
+class EngineForked(EngineError):
+    """An engine was started before this process was forked; its threads and device memory stayed behind."""
+
+    hint = (
+        "Start engines behind the fork: gunicorn without --preload, or SpecCache made in its post_fork hook; "
+        'multiprocessing with the "spawn" or "forkserver" start method.'
+    )
 
 
 class SelfCheckFailed(EngineError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from speccache_rag.chunks.library import ChunkLibrary
 from speccache_rag.config import SpecCacheConfig
 from speccache_rag.engines import ENGINES
 from speccache_rag.engines.base import Engine
-from speccache_rag.errors import EngineClosed
+from speccache_rag.errors import EngineClosed, EngineForked
 from speccache_rag.fingerprint import resolve_model
 from speccache_rag.hosting.loop_thread import LoopThread
 from speccache_rag.prompt.loading import load_tokenizer
@@ -151,11 +152,13 @@ class EngineHost:
             return self._scorers[key]
 
     def _start(self) -> None:
+        self._check_process()
         with self._lock:
             if self._engine is not None:
                 return
             if self._users == 0:
                 raise EngineClosed("The engine was closed.")
+            EngineHost._engines_process = os.getpid()
             store = store_options(self._config)
             engine = ENGINES.load(self._config.engine)(self.model, dict(self._config.engine_options), store)
             loop = LoopThread("speccache-engine")
@@ -196,14 +199,23 @@ class EngineHost:
 
     _hosts: dict[str, EngineHost] = {}
     _hosts_lock = threading.Lock()
+    _engines_process: int | None = None
+    """The process in which engines were started; None where none was, here and above."""
+    _left_behind: list[object] = []
+    """What a forked process inherits of engines and may not even destroy."""
+    _watching = False
+    """Whether the ends and forks of this process are heard of."""
 
     @classmethod
     def acquire(cls, config: SpecCacheConfig) -> EngineHost:
         """The host of a configuration, with one more user."""
         key = json.dumps({name: getattr(config, name) for name in ENGINE_OPTIONS}, sort_keys=True, default=str)
         with cls._hosts_lock:
-            if not cls._hosts:
+            if not cls._watching:
                 atexit.register(cls._stop_all)
+                if hasattr(os, "register_at_fork"):  # where there is fork
+                    os.register_at_fork(after_in_child=cls._forget)
+                cls._watching = True
             host = cls._hosts.get(key)
             if host is None:
                 host = cls._hosts[key] = cls(config)
@@ -219,6 +231,31 @@ class EngineHost:
             for key in [key for key, host in self._hosts.items() if host is self]:
                 del self._hosts[key]
         self._stop()
+
+    @classmethod
+    def _check_process(cls) -> None:
+        """Refuse engines in the fork of a process that had some: what computes there has lost its threads too.
+
+        Raises:
+            EngineForked: this is one.
+        """
+        if cls._engines_process not in (None, os.getpid()):
+            raise EngineForked(
+                f"Engines were started in process {cls._engines_process}; this is process {os.getpid()}, its fork."
+            )
+
+    @classmethod
+    def _forget(cls) -> None:
+        """In a forked process: let go of the parent's engines, and of locks that its threads may hold for ever."""
+        cls._hosts_lock = threading.Lock()
+        for host in cls._hosts.values():
+            host._lock, host._shared_lock = threading.RLock(), threading.Lock()
+            if host._engine is not None:
+                cls._left_behind.append((host._engine, host._loop, host._catalogue, dict(host._libraries)))
+                host._engine = host._loop = host._catalogue = None
+                host._libraries.clear()
+        if cls._engines_process is not None:
+            cls._hosts.clear()
 
     @classmethod
     def _stop_all(cls) -> None:

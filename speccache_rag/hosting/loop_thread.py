@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -11,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from speccache_rag.errors import EngineClosed
+from speccache_rag.errors import EngineClosed, EngineForked
 
 T = TypeVar("T")
 
@@ -30,10 +31,12 @@ class LoopThread:
     """Runs coroutines and async iterators on its own loop for callers anywhere else.
 
     A caller that stops early (closes its iterator, is cancelled, is interrupted) cancels its work here. Everybody who
-    waits when the loop is stopped, or comes later, gets EngineClosed.
+    waits when the loop is stopped, or comes later, gets EngineClosed; whoever comes in a forked process, where there is
+    no such thread, gets EngineForked.
     """
 
     def __init__(self, name: str) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._stopped = False
         self._loop = asyncio.new_event_loop()
@@ -87,6 +90,7 @@ class LoopThread:
         try:
             while isinstance(item := items.get(), _Item):
                 yield item.value
+                self._check_process()
             if item.error is not None:
                 raise item.error
         finally:
@@ -127,6 +131,7 @@ class LoopThread:
 
     def stop(self) -> None:
         """Cancel what runs, stop the loop and its thread. Idempotent."""
+        self._check_process()
         with self._lock:
             if self._stopped:
                 return
@@ -136,6 +141,10 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30)
         self._loop.close()
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise EngineForked(f"The engine runs in process {self._process}; this is process {os.getpid()}, its fork.")
 
     @staticmethod
     async def _cancel_all() -> None:
@@ -148,6 +157,11 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("this would wait for its own event loop; await the coroutine instead")
+        try:
+            self._check_process()
+        except EngineForked:
+            work.close()
+            raise
         # Under the lock, work is given either before `stop` looks for what to cancel, or never.
         with self._lock:
             if not self._stopped:

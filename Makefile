@@ -1,5 +1,5 @@
 # Each target sets up all it needs on a bare machine with Python 3.11 or 3.12, and only once:
-#   make demo [ARGS="--json out.json"]   make test   make check   make lowest   make soak
+#   make demo [ARGS="--json out.json"]   make test   make check   make lowest   make soak   make versions
 
 PYTHON ?= python3
 BIN    := .venv/bin
@@ -9,7 +9,7 @@ SMALL  := .models/SmolLM2-135M-Instruct
 # The lowest version that an extra of pyproject.toml allows, as pip takes it.
 LOWEST := import sys, tomllib; from packaging.requirements import Requirement; (r,) = map(Requirement, tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]]); print(*(f"{r.name}=={s.version}" for s in r.specifier if s.operator == ">="))
 
-.PHONY: demo test check lowest soak
+.PHONY: demo test check lowest soak versions
 
 demo: $(READY) $(TARGET)/config.json $(SMALL)/config.json
 	$(BIN)/speccache demo --target $(TARGET) --speculative $(SMALL) $(ARGS)
@@ -31,6 +31,10 @@ lowest: .lowest/llama-index .lowest/langchain
 	rm -rf $@
 	$(BIN)/python -m pip install -qq --no-deps --target $@ $$($(BIN)/python -c '$(LOWEST)' $*)
 	@touch $@
+
+# The laws of reuse on other versions of vLLM: make versions ARGS="0.31.0"
+versions: $(READY)
+	$(BIN)/python scripts/versions.py $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check

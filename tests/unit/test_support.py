@@ -37,6 +37,7 @@ def config_with(
     cache_dtype: str = "auto",
     lora: object = None,
     speculative: object = None,
+    v2: bool = False,
 ) -> Any:
     """A vLLM configuration of a plain decoder, with the given changes."""
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, **(parallel or {})}
@@ -52,6 +53,7 @@ def config_with(
         model_config=SimpleNamespace(model="a-model", hf_text_config=hf, get_sliding_window=lambda: window, **facts),
         parallel_config=SimpleNamespace(**sizes),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        use_v2_model_runner=v2,
         lora_config=lora,
         speculative_config=speculative,
     )
@@ -96,6 +98,7 @@ def test_plain_decoders_are_accepted(changes: dict[str, Any]) -> None:
         ({"cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
         ({"lora": object()}, "LoRA"),
         ({"speculative": object()}, "speculative decoding"),
+        ({"v2": True}, "V2 model runner is on"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

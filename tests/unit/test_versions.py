@@ -26,13 +26,21 @@ def test_versions_inside_the_window(text: str) -> None:
     assert versions.check_version(Version(text)) == Version(text)
 
 
-@pytest.mark.parametrize("text", ["0.31.9", "0.31.99+cpu", "0.33.0", "0.33.0rc1", "0.33.0.dev1", "0.4.2", "1.0.0"])
+@pytest.mark.parametrize("text", ["0.31.9", "0.31.99+cpu", "0.34.0", "0.34.0rc1", "0.34.0.dev1", "0.4.2", "1.0.0"])
 def test_versions_outside_the_window(text: str) -> None:
     with pytest.raises(UnsupportedVersion) as caught:
         versions.check_version(Version(text))
     for part in (text, str(versions.LOWEST), str(versions.BELOW), "pip install"):
         assert part in str(caught.value)
     assert isinstance(caught.value, ConfigurationError)
+
+
+@pytest.mark.parametrize(("text", "told"), [("0.32.1", False), ("0.33.0", True), ("0.33.1+cu129", True)])
+def test_a_version_that_was_only_read_is_let_in_with_a_warning(
+    text: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert versions.check_version(Version(text)) == Version(text)
+    assert ("the self-check at the start" in caplog.text) == told
 
 
 def test_a_missing_package_names_the_pip_lines(monkeypatch: pytest.MonkeyPatch) -> None:

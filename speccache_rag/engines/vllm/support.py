@@ -59,6 +59,9 @@ def check_config(config: VllmConfig) -> None:
         f"kv_cache_dtype is {config.cache_config.cache_dtype!r}; only 'auto' is supported": (
             config.cache_config.cache_dtype != "auto"
         ),
+        "vLLM's V2 model runner is on (VLLM_USE_V2_MODEL_RUNNER), on which reuse was never shown": (
+            config.use_v2_model_runner
+        ),
         "LoRA adapters change KV and are not in a chunk's key": config.lora_config is not None,
         "vLLM's own speculative decoding is on": config.speculative_config is not None,
     }

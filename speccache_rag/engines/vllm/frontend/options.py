@@ -27,6 +27,9 @@ _REFUSED_SAMPLING = ("n", "output_kind", "extra_args", "skip_reading_prefix_cach
 MIN_FILL_TOKENS = 128
 """Without a floor, a stream of long prompts would leave fills no room in any step."""
 
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's default on GPUs, on which reuse was never shown (docs/vllm.md)."""
+
 _MEMORY = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 CPU_KV_CACHE_BYTES = 2 << 30
 """On CPU vLLM would take 92 % of the machine's memory for itself, and refuse to start where less is free."""
@@ -62,6 +65,7 @@ def engine_args(model: Path, options: Mapping[str, Any], store: Mapping[str, Any
             f"load_format is 'dummy': random weights would fill the store at {store['path']!r} with meaningless KV.",
             hint="Pass store=None, or load the real weights.",
         )
+    os.environ.setdefault(V2_RUNNER, "0")
     transfer = KVTransferConfig(
         kv_connector="SpecCacheConnector",
         kv_connector_module_path=f"{_PACKAGE}.connector",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
+
+from speccache_rag.engines.vllm.compat import copied
 
 
 def own_groups(runner: GPUModelRunner) -> list[AttentionGroup]:
@@ -20,7 +21,7 @@ def own_groups(runner: GPUModelRunner) -> list[AttentionGroup]:
 
 def own_group(group: AttentionGroup, runner: Any) -> AttentionGroup:
     """A copy of one group, with builder and kernel block table of its own."""
-    own = replace(group, metadata_builders=[], kernel_block_table=None, kernel_block_offsets=None)
+    own = copied(group)
     kernel_block_size = group.get_metadata_builder().kv_cache_spec.block_size
     own.create_metadata_builders(runner.vllm_config, runner.device, kernel_block_size)
     return own

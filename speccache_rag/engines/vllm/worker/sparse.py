@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from speccache_rag.engines.reuse.plan import runs
+from speccache_rag.engines.vllm.compat import built
 from speccache_rag.engines.vllm.worker.builders import own_groups
 
 
@@ -102,9 +103,9 @@ class SparsePrefill:
         common = self._metadata(batch, slots)
         attention, mapping = {}, {}
         for group in self._groups:
-            built = group.build_metadata(self._in_blocks_of(group, common))
+            metadata = built(group, self._in_blocks_of(group, common))
             for name in group.layer_names:
-                attention[name] = built
+                attention[name] = metadata
                 mapping[name] = slots
         context = set_forward_context(attention, self._config, num_tokens=len(positions), slot_mapping=mapping)
         with contextlib.suppress(StopForward), context:

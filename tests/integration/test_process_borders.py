@@ -64,15 +64,12 @@ def main():
     sc = SpecCache(**OPTIONS)
     sc.warm(["The mill of Arden was built in 1892 by masons from the north."], show_progress=False)
     fork = multiprocessing.get_context("fork")
-    stream = sc.stream("The mill of Arden", max_tokens=5, ignore_eos=True)
-    next(stream)
     found = {
         "generate": in_fork(lambda: ask(sc)),
         "nothing": in_fork(lambda: "ended"),
         "close": in_fork(lambda: sc.close() or "closed"),
         "stats": in_fork(lambda: sorted(sc.stats())[0]),
         "new": in_fork(ask_anew),
-        "stream": in_fork(lambda: ask_stream(stream)),
         "grandchild": in_fork(lambda: in_fork(ask_anew)),
         "daemon": in_process(fork, lambda: ask(sc)),
     }
@@ -80,6 +77,9 @@ def main():
         found["pool"] = pool.apply_async(ask_anew).get(LIMIT_S)
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=fork) as pool:
         found["executor"] = pool.submit(ask_anew).result(LIMIT_S)
+    stream = sc.stream("The mill of Arden", max_tokens=5, ignore_eos=True)
+    next(stream)
+    found["stream"] = in_fork(lambda: ask_stream(stream))
     found["parent"] = ask(sc)
     print(json.dumps(found))
 

@@ -92,7 +92,6 @@ def test_plain_decoders_are_accepted(changes: dict[str, Any]) -> None:
         ({"model": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model": {"runner_type": "pooling"}}, "does not generate text"),
         ({"model": {"using_transformers_backend": lambda: True}}, "its Transformers backend does not show its RoPE"),
-        ({"parallel": {"tensor_parallel_size": 2}}, "tensor_parallel_size is 2"),
         ({"parallel": {"pipeline_parallel_size": 3}}, "pipeline_parallel_size is 3"),
         ({"parallel": {"data_parallel_size": 4}}, "data_parallel_size is 4"),
         ({"cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),

@@ -60,6 +60,11 @@ class SpecCacheExtension:
             return error.to_dict()
         return None
 
+    def speccache_present(self, keys: list[str]) -> list[bool]:
+        """Whose KV is in the store, one for each key."""
+        store = self._speccache().store
+        return [store.contains(ChunkKey(key)) for key in keys]
+
     def speccache_prefetch(self, keys: list[str]) -> None:
         """Begin to read stored chunks into memory."""
         self._speccache().store.request([ChunkKey(key) for key in keys])

@@ -74,7 +74,17 @@ class TestUnit(OurChatModel, ChatModelUnitTests):
         super().test_serdes(model, snapshot)
 
 
-class TestIntegration(OurChatModel, ChatModelIntegrationTests): ...
+class TestIntegration(OurChatModel, ChatModelIntegrationTests):
+    # Off until they were measured with this model: whether 0.5B parameters choose the right tool, call it once, and
+    # pick the right JSON keys by themselves. What we do with a call is tested in tests/unit/test_framework_tools.py.
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return False
 
 
 class Shelf(BaseRetriever):

@@ -43,8 +43,15 @@ def test_our_parts_are_in_the_arguments() -> None:
     assert transfer.kv_connector == SpecCacheConnector.__name__
     assert transfer.kv_connector_module_path == SpecCacheConnector.__module__
     assert transfer.kv_role == "kv_both"
-    assert transfer.kv_connector_extra_config == {"store": STORE}
+    assert transfer.kv_load_failure_policy == "recompute"  # a fill that fails costs its request no more than time
+    assert transfer.kv_connector_extra_config == {"store": STORE, "min_fill_tokens": 128}
     assert args.worker_extension_cls == f"{SpecCacheExtension.__module__}.{SpecCacheExtension.__name__}"
+
+
+def test_the_floor_of_fills_is_an_engine_option() -> None:
+    assert args_of(min_fill_tokens=7).kv_transfer_config.kv_connector_extra_config["min_fill_tokens"] == 7
+    with pytest.raises(ConfigurationError, match="'min_fill_tokens' is 0"):
+        args_of(min_fill_tokens=0)
 
 
 def test_vllm_logs_no_stats_unless_asked_to() -> None:

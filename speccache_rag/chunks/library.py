@@ -68,6 +68,8 @@ class ChunkLibrary:
         if known is not None:
             return known
         token_ids, offsets = self._tokenizer.chunk_tokens(stripped)
+        if not token_ids:
+            raise EmptyChunk(f"The model's tokenizer has no token for any character of a chunk: {text!r}.")
         anchor_tokens = len(self.namespace.anchor_ids)
         # One more position: a capture is a request, and a request generates a token.
         if anchor_tokens + len(token_ids) + 1 > self._max_model_len:

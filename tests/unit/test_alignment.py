@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from speccache_rag.prompt.tokenizer import PromptTokenizer
@@ -174,6 +174,8 @@ def test_real_tokenizers_on_awkward_text(voices: tuple[PromptTokenizer, ...], na
 @settings(max_examples=150, deadline=None)
 @given(text=awkward_text.filter(str.strip), seed=st.integers(0, 99))
 def test_real_tokenizers_both_ways(voices: tuple[PromptTokenizer, ...], text: str, seed: int) -> None:
+    # SmolLM2's vocabulary lacks some control characters; a text of nothing else has no tokens, and is no chunk.
+    assume(all(voice.chunk_tokens(text)[0] for voice in voices))
     for mixed in (text, MULTI_BYTE + text + " and some plain words, "):
         assert_selected_characters_are_covered(voices, mixed, seed)
 

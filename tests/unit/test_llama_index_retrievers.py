@@ -159,7 +159,7 @@ def test_progress_is_shown_where_asked(
     llm: SpecCacheLLM, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[bool] = []
-    monkeypatch.setattr(runtime, "warm", lambda texts, show_progress: shown.append(show_progress))
+    monkeypatch.setattr(runtime, "warm", lambda texts, show_progress, skip_bad: shown.append(show_progress))
     SpecCacheTransform(llm=llm)([])
     SpecCacheTransform(llm=llm, show_progress=True)([])
     SpecCacheTransform(llm=llm, show_progress=True)([], show_progress=False)
@@ -168,7 +168,7 @@ def test_progress_is_shown_where_asked(
 
 async def test_the_transform_leaves_the_event_loop_free(llm: SpecCacheLLM, runtime: FakeRuntime) -> None:
     where: list[int] = []
-    runtime.warm = lambda texts, show_progress: where.append(threading.get_ident())  # type: ignore
+    runtime.warm = lambda texts, show_progress, skip_bad: where.append(threading.get_ident())  # type: ignore
     nodes = [TextNode(text="one")]
     assert await SpecCacheTransform(llm=llm).acall(nodes) is nodes
     assert where != [threading.get_ident()]

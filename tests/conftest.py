@@ -51,12 +51,6 @@ def smollm2() -> Path:
     return _fetched("SmolLM2-135M-Instruct")
 
 
-@pytest.fixture(scope="session")
-def qwen() -> Path:
-    """Qwen2.5-Coder-0.5B-Instruct, a small model whose chat template knows tools."""
-    return _fetched("Qwen2.5-Coder-0.5B-Instruct")
-
-
 def _fetched(name: str) -> Path:
     folder = ROOT / ".models" / name
     if not (folder / "config.json").exists():

@@ -37,7 +37,12 @@ def llm(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spe
         policy="speccache",
         store=str(tmp_path_factory.mktemp("store")),
         anchor=anchor,
-        engine_options={"max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 512 << 20},
+        engine_options={
+            "dtype": "float32",  # many CPUs have no bfloat16 of their own
+            "max_model_len": 2048,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 512 << 20,
+        },
         max_tokens=16,
     )
     llm.warm(CHUNKS, show_progress=False)

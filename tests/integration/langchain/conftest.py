@@ -11,15 +11,20 @@ from speccache_rag import SpecCache, SpecCacheConfig
 
 
 @pytest.fixture(scope="session")
-def config(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpecCacheConfig]:
+def config(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpecCacheConfig]:
     """Models of this configuration share one engine, however often the tests make a new one."""
     config = SpecCacheConfig(
-        model=str(qwen),
-        speculative_model=str(qwen),
+        model=str(smollm2),
+        speculative_model=str(smollm2),
         policy="speccache",
         store=str(tmp_path_factory.mktemp("store")),
         admission="first",
-        engine_options={"max_model_len": 2048, "enforce_eager": True, "kv_cache_memory_bytes": 512 << 20},
+        engine_options={
+            "dtype": "float32",  # many CPUs have no bfloat16 of their own
+            "max_model_len": 2048,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 512 << 20,
+        },
     )
     runtime = SpecCache.shared(config)  # a user of the engine until the end
     yield config

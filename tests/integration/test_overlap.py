@@ -24,6 +24,7 @@ def slow_disk(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     options: dict[str, Any] = {
         "model": str(tiny_folder),
         "speculative_model": str(tiny_folder),
+        "policy": "speccache",
         "engine": "transformers",
         "store": str(tmp_path),
         "engine_options": {"device": "cpu", "dtype": "float32", "max_model_len": 1024},

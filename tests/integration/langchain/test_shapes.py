@@ -34,6 +34,8 @@ def options(folder: Path, store: Path) -> dict[str, object]:
         "speculative_model": str(folder),
         "engine": "transformers",
         "store": str(store),
+        "admission": "first",  # a retriever's text is captured at its first miss, not at its second
+        "min_reuse_tokens": 1,  # some pages have one line
         "engine_options": {"device": "cpu", "dtype": "float32", "max_model_len": 4096},
     }
 

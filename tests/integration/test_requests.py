@@ -177,7 +177,10 @@ def test_two_objects_with_different_policies_share_an_engine(sc: SpecCache) -> N
 
 
 def test_tenants_never_meet(sc: SpecCache) -> None:
-    text = "The safe of the harbour office opens with the numbers nine, four and thirty."
+    text = (
+        "The safe of the harbour office opens with the numbers nine, four and thirty. Whoever turns the wheel too far "
+        "has to begin again, and the clerk writes down the hour."
+    )
     prompt = prompt_of([text])
     options = sc.config.model_dump()
     with SpecCache(**{**options, "tenant": "a"}) as a, SpecCache(**{**options, "tenant": "b"}) as b:

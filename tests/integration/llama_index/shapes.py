@@ -62,7 +62,7 @@ class Shape:
     answer: str | None = "OK"
     """What the pipeline returns at the end; None where nothing is worth comparing."""
     context: int | None = None
-    """A smaller context window than the engine's, to see chunks cut."""
+    """A smaller context window than the engine's, in LlamaIndex's tokens, to see chunks cut."""
 
     @property
     def name(self) -> str:

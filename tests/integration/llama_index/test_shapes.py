@@ -64,11 +64,12 @@ class Pipeline:
 
     def _run(self, shape: Shape) -> Run:
         scripted = ScriptedRuntime(self._runtime, shape.replies)
-        if shape.context is not None:
-            scripted.max_model_len = shape.context
         library_of(self._runtime).escaped._found = False  # each shape is warned of anew
         self._caplog.clear()
         llm = SpecCacheLLM(runtime=scripted)  # type: ignore[arg-type]
+        if shape.context is not None:
+            tokens_each = scripted.max_model_len / llm.metadata.context_window  # of the model's, for one of LlamaIndex's
+            scripted.max_model_len = round(shape.context * tokens_each)
         Settings.llm = llm
         result = shape.run(llm)
         answer = str(asyncio.run(result) if asyncio.iscoroutine(result) else result)

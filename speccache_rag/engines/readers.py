@@ -1,4 +1,4 @@
-"""What reads reasoning and tool calls out of an answer: the seam to vLLM's parsers."""
+"""The readers of reasoning and tool calls in an answer: the seam to vLLM's parsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far stored KV is from true KV at one layer."""
+"""The deviation of stored from true KV at one layer."""
 
 from __future__ import annotations
 

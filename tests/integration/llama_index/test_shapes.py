@@ -68,7 +68,7 @@ class Pipeline:
         self._caplog.clear()
         llm = SpecCacheLLM(runtime=scripted)  # type: ignore[arg-type]
         if shape.context is not None:
-            tokens_each = scripted.max_model_len / llm.metadata.context_window  # of the model's, for one of LlamaIndex's
+            tokens_each = scripted.max_model_len / llm.metadata.context_window  # the model's for LlamaIndex's
             scripted.max_model_len = round(shape.context * tokens_each)
         Settings.llm = llm
         result = shape.run(llm)
